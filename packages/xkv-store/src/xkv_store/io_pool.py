@@ -1,0 +1,166 @@
+"""A bounded pool of I/O threads with two lanes: loads go first, and neither lane starves.
+
+Owns: its threads, the two queues, the list of finished jobs and the eventfd that tells of them.
+Must not know: cards, sessions or sockets; a job is a callable with an owner.
+
+`run` of a job is called on a pool thread; `done` is called by whoever calls `finished_jobs` (the event loop).
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+JOBS_PER_LANE_MAX: Final = 16_384  # four rings of 1 GiB full of one-slot objects; more is shed or busy
+LOADS_IN_A_ROW_MAX: Final = 8  # so many loads may pass a waiting store; then one store goes
+IO_THREADS_DEFAULT: Final = 4  # enough in flight to keep one NVMe busy while another thread makes checksums
+IO_THREADS_MAX: Final = 64
+JOIN_S_MAX: Final = 10.0  # one read or write that a device does not end must not hold up the end for ever
+
+
+class Lane(enum.Enum):
+    """What a job is for."""
+
+    LOAD = "load"
+    STORE = "store"
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One object's I/O. `error` is set before `done` is called."""
+
+    lane: Lane
+    owner: int
+    run: Callable[[], None]
+    done: Callable[[Job], None]
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Queues:
+    loads: deque[Job] = field(default_factory=deque)
+    stores: deque[Job] = field(default_factory=deque)
+    loads_in_a_row: int = 0
+    stores_running: int = 0
+
+    def of(self, lane: Lane) -> deque[Job]:
+        return self.loads if lane is Lane.LOAD else self.stores
+
+    def choose(self, stores_running_max: int) -> Job | None:
+        """The next job: a load, unless a store has waited long enough; stores never fill all threads."""
+        store_may_go = bool(self.stores) and self.stores_running < stores_running_max
+        if self.loads and not (store_may_go and self.loads_in_a_row >= LOADS_IN_A_ROW_MAX):
+            self.loads_in_a_row += 1
+            return self.loads.popleft()
+        if store_may_go:
+            self.loads_in_a_row = 0
+            self.stores_running += 1
+            return self.stores.popleft()
+        return None
+
+
+class IoPool:
+    """Threads that run jobs; `fileno()` becomes readable when `finished_jobs()` has something.
+
+    With more than one thread, one is always left for loads, so that a load never waits for a store to end.
+    """
+
+    def __init__(self, threads: int) -> None:
+        assert 1 <= threads <= IO_THREADS_MAX
+        self._stores_running_max = max(1, threads - 1)
+        self._queues = _Queues()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._finished: deque[Job] = deque()
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._threads = [
+            threading.Thread(target=self._work, name=f"xkv-io-{number}", daemon=True) for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fileno(self) -> int:
+        """The eventfd to select on."""
+        return self._eventfd
+
+    def submit(self, job: Job) -> bool:
+        """Queue a job; False when its lane is full."""
+        with self._wake:
+            queue = self._queues.of(job.lane)
+            if self._stopping or len(queue) >= JOBS_PER_LANE_MAX:
+                return False
+            queue.append(job)
+            self._wake.notify()
+        return True
+
+    def withdraw(self, wanted: Callable[[Job], bool]) -> list[Job]:
+        """Take back the queued jobs that `wanted` names; what has begun is not touched. `done` is not called."""
+        taken: list[Job] = []
+        with self._wake:
+            for lane in Lane:
+                queue = self._queues.of(lane)
+                kept = [job for job in queue if not wanted(job)]
+                if len(kept) != len(queue):
+                    taken += [job for job in queue if wanted(job)]
+                    queue.clear()
+                    queue.extend(kept)
+        return taken
+
+    def finished_jobs(self) -> list[Job]:
+        """The jobs that have ended since the last call; the caller calls their `done`."""
+        try:
+            os.eventfd_read(self._eventfd)
+        except BlockingIOError:
+            return []
+        jobs: list[Job] = []
+        while self._finished:
+            jobs.append(self._finished.popleft())
+        return jobs
+
+    def queued(self, lane: Lane) -> int:
+        """Jobs of a lane that no thread has begun."""
+        return len(self._queues.of(lane))
+
+    def close(self) -> bool:
+        """End the threads after their present jobs; False when one did not end in time (its I/O hangs)."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join(JOIN_S_MAX)
+        if any(thread.is_alive() for thread in self._threads):
+            return False  # the eventfd stays open: a late thread still writes to it
+        os.close(self._eventfd)
+        return True
+
+    def _next(self) -> Job | None:
+        with self._wake:
+            while True:
+                if self._stopping:
+                    return None
+                job = self._queues.choose(self._stores_running_max)
+                if job is not None:
+                    return job
+                self._wake.wait()
+
+    def _ended(self, job: Job) -> None:
+        with self._wake:
+            if job.lane is Lane.STORE:
+                self._queues.stores_running -= 1
+                if self._queues.stores:
+                    self._wake.notify()
+        self._finished.append(job)
+        os.eventfd_write(self._eventfd, 1)
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job.run()
+            except Exception as error:  # noqa: BLE001  the loop judges it; the thread lives on
+                job.error = error
+            self._ended(job)

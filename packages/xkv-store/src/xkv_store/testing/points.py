@@ -1,0 +1,56 @@
+"""Named points that running code has reached, so that a test can stop a process exactly there.
+
+Owns: the table of points, the marker files, the bounded wait. Switched on by the environment variable
+XKV_POINTS=<folder> at process start and by nothing else; otherwise a point costs one comparison.
+Must not know: what the code does at a point, or who watches.
+
+Reaching P appends a line to <folder>/P.reached; while <folder>/P.hold exists, the thread waits there.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+ENVIRONMENT_NAME: Final = "XKV_POINTS"
+HOLD_S_MAX: Final = 60.0  # a test that died must not leave a process standing for ever
+HOLD_POLL_S: Final = 0.005  # short against any I/O that a test waits for, long against a busy loop
+
+POINTS: Final[frozenset[str]] = frozenset(
+    {
+        "put.received",  # decoded and admitted by the card, not yet queued
+        "put.before_write",  # on an I/O thread, nothing of it is on the medium
+        "put.mid_write",  # its first run is on the medium, more may follow
+        "put.written",  # all of it is on the medium, the index does not know it
+        "put.before_commit",  # its entry is in a batch that is about to be committed
+        "put.committed",  # the index holds it, the lookup table does not
+        "put.confirmed",  # the lookup table holds it, its answer is not sent
+        "get.received",  # decoded and found, not yet queued
+        "get.before_read",  # on an I/O thread, nothing is read
+        "get.read",  # read and verified, in the ring
+        "get.answered",  # its answer is in the session's outbox
+        "evict.begin",  # an object is about to leave the index for limbo
+        "evict.committed",  # a batch that removes entries is committed
+    }
+)
+
+_folder: Path | None = Path(os.environ[ENVIRONMENT_NAME]) if os.environ.get(ENVIRONMENT_NAME) else None
+
+
+def reached(name: str) -> None:
+    """Say that this thread has reached the point `name`, and wait there while a test holds it."""
+    if _folder is not None:
+        _mark(_folder, name)
+
+
+def _mark(folder: Path, name: str) -> None:
+    assert name in POINTS, f"{name!r} is not in the table of points"
+    line = f"{time.monotonic_ns()} {os.getpid()}\n"
+    with (folder / f"{name}.reached").open("a", encoding="ascii") as file:
+        file.write(line)
+    hold = folder / f"{name}.hold"
+    deadline = time.monotonic() + HOLD_S_MAX
+    while hold.exists() and time.monotonic() < deadline:
+        time.sleep(HOLD_POLL_S)

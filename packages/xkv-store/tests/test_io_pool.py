@@ -1,0 +1,118 @@
+"""The I/O pool: order of the lanes, bounds, withdrawal, and that an error does not end a thread."""
+
+from __future__ import annotations
+
+import select
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from xkv_store import io_pool
+from xkv_store.io_pool import IoPool, Job, Lane
+
+WAIT_S_MAX = 10.0
+
+
+class Drill:
+    """A pool of which a test holds the threads, and a record of what ran."""
+
+    def __init__(self, threads: int) -> None:
+        self.pool = IoPool(threads)
+        self.ran: list[str] = []
+        self.gates: list[threading.Event] = []
+
+    def hold(self, lane: Lane) -> threading.Event:
+        """Occupy one thread; returns when it is occupied."""
+        gate, begun = threading.Event(), threading.Event()
+
+        def run() -> None:
+            begun.set()
+            assert gate.wait(WAIT_S_MAX)
+
+        assert self.pool.submit(Job(lane, 0, run, lambda _: None))
+        assert begun.wait(WAIT_S_MAX)
+        self.gates.append(gate)
+        return gate
+
+    def add(self, lane: Lane, name: str, owner: int = 1) -> bool:
+        return self.pool.submit(Job(lane, owner, lambda: self.ran.append(name), lambda _: None))
+
+    def settle(self, jobs: int) -> list[Job]:
+        """Take finished jobs until there are so many."""
+        taken: list[Job] = []
+        while len(taken) < jobs:
+            readable, _, _ = select.select([self.pool.fileno()], [], [], WAIT_S_MAX)
+            assert readable, f"only {len(taken)} of {jobs} jobs ended"
+            taken += self.pool.finished_jobs()
+        return taken
+
+
+@pytest.fixture
+def drill() -> Iterator[Callable[[int], Drill]]:
+    made: list[Drill] = []
+
+    def make(threads: int) -> Drill:
+        made.append(Drill(threads))
+        return made[-1]
+
+    yield make
+    for one in made:
+        for gate in one.gates:
+            gate.set()
+        assert one.pool.close()
+
+
+def test_loads_pass_waiting_stores_but_not_for_ever(drill: Callable[[int], Drill]) -> None:
+    d = drill(1)
+    gate = d.hold(Lane.LOAD)
+    d.add(Lane.STORE, "store")
+    for number in range(io_pool.LOADS_IN_A_ROW_MAX + 5):
+        d.add(Lane.LOAD, f"load {number}")
+    gate.set()
+    d.settle(io_pool.LOADS_IN_A_ROW_MAX + 7)
+    assert d.ran[0] == "load 0"
+    assert 0 < d.ran.index("store") <= io_pool.LOADS_IN_A_ROW_MAX
+    assert d.ran[-1] != "store"
+
+
+def test_stores_never_fill_every_thread(drill: Callable[[int], Drill]) -> None:
+    d = drill(2)
+    d.hold(Lane.STORE)
+    d.add(Lane.STORE, "second store")
+    d.add(Lane.LOAD, "load")
+    assert len(d.settle(1)) == 1
+    assert d.ran == ["load"]
+
+
+def test_a_full_lane_refuses(drill: Callable[[int], Drill], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_pool, "JOBS_PER_LANE_MAX", 2)
+    d = drill(1)
+    d.hold(Lane.STORE)
+    assert [d.add(Lane.STORE, str(n)) for n in range(3)] == [True, True, False]
+    assert d.add(Lane.LOAD, "the other lane has its own room")
+
+
+def test_withdraw_takes_what_has_not_begun(drill: Callable[[int], Drill]) -> None:
+    d = drill(1)
+    gate = d.hold(Lane.STORE)
+    d.add(Lane.LOAD, "a", owner=7)
+    d.add(Lane.LOAD, "b", owner=8)
+    d.add(Lane.STORE, "c", owner=7)
+    assert len(d.pool.withdraw(lambda job: job.owner == 7)) == 2
+    gate.set()
+    d.settle(2)
+    assert d.ran == ["b"]
+
+
+def test_an_error_reaches_the_job_and_the_thread_lives(drill: Callable[[int], Drill]) -> None:
+    d = drill(1)
+
+    def fail() -> None:
+        raise OSError(5, "no medium")
+
+    d.pool.submit(Job(Lane.LOAD, 1, fail, lambda _: None))
+    d.add(Lane.LOAD, "next")
+    jobs = d.settle(2)
+    assert isinstance(jobs[0].error, OSError)
+    assert d.ran == ["next"]
