@@ -1,0 +1,244 @@
+"""The ring: one engine's slots in shared memory, and who of its ranks uses which of them.
+
+Owns: the memfd with its seals, the mapping, the free list of a region, and the plan that divides a ring
+over ranks. Must not know: sockets, messages, or what lies in a slot. A descriptor that came from a peer
+is checked with `PeerError`; giving a slot back twice is our own bug and asserts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import re
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from .errors import PeerError, UserError
+from .geometry import IO_STEP_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import numpy.typing as npt
+
+SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+"""No process can make the file shorter under another's feet (SIGBUS), or longer, or take that back."""
+RING_SLOTS_MAX: Final = 2**24
+"""4 TiB at the usual slot: beyond any host, and far below what a message's 32 bits can name."""
+
+_FREE_RUN: Final = re.compile(rb"\x01+")
+
+
+def make_sealed_memory(name: str, size_bytes: int) -> int:
+    """A new memfd of this size, sealed; it has no name that could be left behind. Returns its descriptor."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def check_sealed_memory(fd: int, what: str, *, size_bytes: int | None = None) -> int:
+    """The size of a peer's memfd; raises PeerError unless it is sealed, writable and of the size."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        size = os.fstat(fd).st_size
+    except OSError as error:
+        raise PeerError(f"the {what}'s descriptor is no memory file: {error.strerror}") from error
+    if seals & SEALS != SEALS:
+        raise PeerError(f"the {what}'s memory file is not sealed against shrinking and growing")
+    if seals & ~SEALS:
+        raise PeerError(f"the {what}'s memory file carries seals that forbid writing ({seals:#x})")
+    if size_bytes is not None and size != size_bytes:
+        raise PeerError(f"the {what}'s memory file has {size} bytes, not {size_bytes}")
+    return size
+
+
+def map_shared(fd: int, what: str, size_bytes: int) -> mmap.mmap:
+    """Map a checked memory file for reading and writing; raises PeerError where the kernel refuses."""
+    try:
+        return mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError) as error:
+        raise PeerError(f"the {what}'s memory file cannot be mapped: {error}") from error
+
+
+class Ring:
+    """`slots` slots of `slot_bytes` bytes, page-aligned, mapped for reading and writing.
+
+    The descriptor is the ring's own. The mapping lives as long as any view of it does, also after `close`.
+    """
+
+    def __init__(self, fd: int, *, slots: int, slot_bytes: int) -> None:
+        self.fd = fd
+        self.slots = slots
+        self.slot_bytes = slot_bytes
+        self._map = map_shared(fd, "ring", slots * slot_bytes)
+        self._view = memoryview(self._map)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8).reshape(slots, slot_bytes)
+
+    @classmethod
+    def create(cls, slots: int, slot_bytes: int) -> Ring:
+        """A new ring; its memory is taken page by page as slots are first touched."""
+        assert 0 < slots <= RING_SLOTS_MAX
+        assert slot_bytes > 0
+        assert slot_bytes % IO_STEP_BYTES == 0
+        return cls._own(make_sealed_memory("xkv-ring", slots * slot_bytes), slots, slot_bytes)
+
+    @classmethod
+    def adopt(cls, fd: int, *, slots: int, slot_bytes: int) -> Ring:
+        """Take over a peer's descriptor (it is the ring's from here on, closed on failure).
+
+        Raises PeerError where it is not a memory file of `slots` times `slot_bytes` bytes with our seals.
+        """
+        try:
+            _check_size(slots, slot_bytes)
+            check_sealed_memory(fd, "ring", size_bytes=slots * slot_bytes)
+        except PeerError:
+            os.close(fd)
+            raise
+        return cls._own(fd, slots, slot_bytes)
+
+    @classmethod
+    def _own(cls, fd: int, slots: int, slot_bytes: int) -> Ring:
+        try:
+            return cls(fd, slots=slots, slot_bytes=slot_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def slot(self, slot: int) -> memoryview:
+        """The `slot_bytes` bytes of one slot, writable."""
+        assert 0 <= slot < self.slots
+        start = slot * self.slot_bytes
+        return self._view[start : start + self.slot_bytes]
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """What tells one memory file from another, whatever descriptor leads to it."""
+        return memory_identity(self.fd)
+
+    def close(self) -> None:
+        """Give the descriptor back. The memory goes when the last view of it does."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def _check_size(slots: int, slot_bytes: int) -> None:
+    if not 0 < slots <= RING_SLOTS_MAX or slot_bytes <= 0 or slot_bytes % IO_STEP_BYTES:
+        raise PeerError(f"a ring of {slots} slots of {slot_bytes} bytes")
+
+
+def memory_identity(fd: int) -> tuple[int, int]:
+    """Device and inode: equal for all descriptors of one memory file."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino
+
+
+class SlotRegion:
+    """The free list of `count` slots from `first` on. Any thread may take and give."""
+
+    def __init__(self, first: int, count: int) -> None:
+        assert first >= 0
+        assert count >= 0
+        self.first = first
+        self.count = count
+        self._lock = threading.Lock()
+        self._is_free = bytearray(b"\x01" * count)  # a byte a slot: the search for a run is then memmem's
+        self._free = count
+
+    @property
+    def free(self) -> int:
+        """Slots that can be taken now."""
+        return self._free
+
+    def take(self, count: int) -> list[int] | None:
+        """`count` slots in ascending order, or None where there are not so many free.
+
+        Neighbours where there is a run that long, so that the gateway reaches them in one call; otherwise
+        from the longest runs.
+        """
+        assert count > 0
+        with self._lock:
+            if count > self._free:
+                return None
+            start = self._is_free.find(b"\x01" * count)
+            places = list(range(start, start + count)) if start >= 0 else self._gather(count)
+            for place in places:
+                self._is_free[place] = 0
+            self._free -= count
+        return [self.first + place for place in places]
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Take slots back that `take` has given out."""
+        places = [slot - self.first for slot in slots]
+        with self._lock:
+            for place in places:
+                assert 0 <= place < self.count, f"slot {self.first + place} is not of this region"
+                assert self._is_free[place] == 0, f"slot {self.first + place} is given back twice"
+                self._is_free[place] = 1
+            self._free += len(places)
+
+    def _gather(self, count: int) -> list[int]:
+        runs = sorted((run.span() for run in _FREE_RUN.finditer(self._is_free)), key=lambda r: r[0] - r[1])
+        places: list[int] = []
+        for start, end in runs:
+            places.extend(range(start, min(end, start + count - len(places))))
+            if len(places) == count:
+                break
+        return sorted(places)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRegions:
+    """One rank's part of a ring: slots that stores use, then slots that loads use."""
+
+    first: int
+    store_slots: int
+    load_slots: int
+
+    @property
+    def load_first(self) -> int:
+        """The first slot of the load region."""
+        return self.first + self.store_slots
+
+
+def ring_slots(*, ring_bytes: int, slot_bytes: int) -> int:
+    """Slots of a ring of at most `ring_bytes`; raises UserError where it cannot be one."""
+    slots = ring_bytes // slot_bytes
+    if not 2 <= slots <= RING_SLOTS_MAX:
+        raise UserError(
+            f"xkv.ring_bytes is {ring_bytes}: give at least {2 * slot_bytes} and at most "
+            f"{RING_SLOTS_MAX * slot_bytes} (a slot has {slot_bytes} bytes)"
+        )
+    return slots
+
+
+def regions(
+    *, ring_bytes: int, slot_bytes: int, world_size: int, load_reserve_bytes: int
+) -> tuple[RankRegions, ...]:
+    """Divide a ring evenly over the ranks, and each rank's part into slots for stores and for loads.
+
+    The reserve is the whole engine's; each rank has its share, rounded up, at least one slot and at most
+    all but one. What does not divide evenly stays unused. Raises UserError where a rank would have fewer
+    than two slots.
+    """
+    assert world_size > 0
+    slots = ring_slots(ring_bytes=ring_bytes, slot_bytes=slot_bytes)
+    each = slots // world_size
+    if each < 2:
+        raise UserError(
+            f"xkv.ring_bytes is {ring_bytes}: {world_size} ranks need at least {2 * world_size * slot_bytes}"
+        )
+    share = -(-load_reserve_bytes // (slot_bytes * world_size))
+    load = min(max(share, 1), each - 1)
+    return tuple(
+        RankRegions(first=rank * each, store_slots=each - load, load_slots=load) for rank in range(world_size)
+    )
