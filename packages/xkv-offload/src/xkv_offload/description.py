@@ -1,0 +1,165 @@
+"""From what compat shows of a worker to the descriptor that it publishes.
+
+Owns: which facts of an engine are part of its identity (docs/identity.md), the layouts of its groups, the decision
+between one object per rank and one for all.
+Must not know: how compat finds a fact, how a namespace is made of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from xkv_compat.vllm_symbols import ConfigView, LayerFacts
+from xkv_store.errors import UserError
+
+from .config import Config
+from .identity import Descriptor
+from .layout import ObjectLayout, Page, group_layouts
+from .weights import weights_fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKind:
+    """What a group's layers are; None facts make a group that is nothing special."""
+
+    full_attention: bool
+    mla: bool
+    mamba: bool
+
+
+def check_supported(view: ConfigView, config: Config, features: Mapping[str, bool]) -> None:
+    """Raise UserError for what cannot be done right, before anything is made.
+
+    Pipeline and context parallelism put different layers or tokens on each rank; `offload_prompt_only=False` stores
+    a junk tail on releases without the framework's clamp.
+    """
+    for name, size in (
+        ("pipeline_parallel_size", view.pp_size),
+        ("prefill_context_parallel_size", view.pcp_size),
+        ("decode_context_parallel_size", view.dcp_size),
+    ):
+        if size > 1:
+            raise UserError(f"{name} = {size} is not supported yet: run with tensor parallelism alone")
+    if view.extra_config.get("offload_prompt_only", True) is not True and not features["finish_commit_clamp"]:
+        raise UserError("offload_prompt_only = false is refused on this vLLM: it stores a chunk whose last token was "
+                        "never computed; leave it out")
+    if view.canonical_layout:
+        raise UserError("canonical_layout = true is not supported: leave it out")
+    if config.tp_layout == "replicated" and view.world_size == 1:
+        raise UserError("xkv.tp_layout = 'replicated' needs more than one rank; leave it out")
+
+
+def kinds(view: ConfigView, layers: Mapping[str, LayerFacts] | None) -> tuple[GroupKind, ...] | None:
+    """What each group is, by position; None where the layers cannot be asked."""
+    if layers is None:
+        return None
+    found = []
+    for group in view.groups:
+        facts = [layers[name] for name in group.layer_names if name in layers]
+        if len(facts) != len(group.layer_names):
+            return None
+        found.append(
+            GroupKind(
+                full_attention=bool(facts) and all(one.is_full_attention for one in facts),
+                mla=bool(facts) and all(one.is_mla for one in facts),
+                mamba=any(one.is_mamba for one in facts),
+            )
+        )
+    return tuple(found)
+
+
+def is_replicated(view: ConfigView, config: Config, group_kinds: Sequence[GroupKind] | None) -> bool:
+    """Whether one object serves all ranks. Raises UserError where that was asked for and would be wrong."""
+    identical = bool(group_kinds) and all(kind.mla for kind in group_kinds or ())
+    if config.tp_layout == "replicated" and not identical:
+        raise UserError("xkv.tp_layout = 'replicated' is wrong here: pages are identical on every rank only where "
+                        "every layer of every group is MLA; use 'auto' or 'per_rank'")
+    return view.world_size > 1 and identical and config.tp_layout != "per_rank"
+
+
+def layouts(view: ConfigView, kv_caches: Any) -> tuple[ObjectLayout, ...]:
+    """The layout of each group's objects, from the framework's canonical view of the tensors."""
+    pages = [[Page(int(ref.tensor_idx), int(ref.page_size_bytes)) for ref in refs] for refs in kv_caches.group_data_refs]
+    return group_layouts(blocks_per_chunk=view.blocks_per_chunk, pages=pages)
+
+
+def describe(
+    *,
+    view: ConfigView,
+    config: Config,
+    features: Mapping[str, bool],
+    version: str,
+    model: Mapping[str, Any],
+    layers: Mapping[str, LayerFacts] | None,
+    replicated: bool,
+    kv_caches: Any,
+    kv_role: str,
+) -> Descriptor:
+    """What this rank publishes."""
+    group_layouts_ = layouts(view, kv_caches)
+    undetermined = list(model["undetermined"])
+    if layers is None:
+        undetermined.append("kinds of attention")
+    facts = {
+        "model": {name: value for name, value in model.items() if name not in ("undetermined", "calculate_kv_scales", "lora")},
+        "cache_dtype": view.cache_dtype,
+        "kv_cache_layout": view.kv_cache_layout,
+        "groups": [
+            {
+                "id": group.group_id,
+                "tokens_per_block": group.tokens_per_block,
+                "layers": _layer_facts(group.layer_names, layers),
+                "pages": [page.page_bytes for page in layout.pages],
+                "tensors": [_tensor_facts(kv_caches.tensors[page.tensor]) for page in layout.pages],
+            }
+            for group, layout in zip(view.groups, group_layouts_, strict=True)
+        ],
+        "blocks_per_chunk": view.blocks_per_chunk,
+        "tokens_per_hash": view.tokens_per_hash,
+        "sizes": [view.tp_size, view.pp_size, view.pcp_size, view.dcp_size],
+        "replicated": replicated,
+        "tagged_hashes": features["tagged_hash_extras"],
+        "vllm": version,
+    }
+    return Descriptor(
+        rank=view.rank,
+        facts=facts,
+        weights=_weights(view, config, model) if view.rank == 0 else None,
+        undetermined=tuple(sorted(set(undetermined))),
+        engine={
+            "chunk_bytes": [layout.chunk_bytes for layout in group_layouts_],
+            "replicated": replicated,
+            "kv_role": kv_role,
+            "lora": model["lora"],
+            "calculate_kv_scales": model["calculate_kv_scales"],
+            "hash_algorithm": model["hash_algorithm"],
+        },
+    )
+
+
+def _weights(view: ConfigView, config: Config, model: Mapping[str, Any]) -> str | None:
+    if config.weights_fingerprint != "auto":
+        return f"given:{config.weights_fingerprint}"
+    if model["commit"]:
+        return f"commit:{model['commit']}"
+    return weights_fingerprint(model["weights"] or view.model, model["revision"], model["load_format"])
+
+
+def _layer_facts(names: Sequence[str], layers: Mapping[str, LayerFacts] | None) -> object:
+    """The layers' specs in the group's order, equal neighbours counted: small for models of one kind of layer."""
+    if layers is None:
+        return None
+    runs: list[list[Any]] = []
+    for name in names:
+        fact = layers.get(name)
+        text = None if fact is None else [fact.kind, fact.page_size_bytes, *map(list, fact.details)]
+        if runs and runs[-1][1] == text:
+            runs[-1][0] += 1
+        else:
+            runs.append([1, text])
+    return runs
+
+
+def _tensor_facts(tensor: Any) -> list[int]:
+    """Row stride and page of a canonical tensor, in bytes (its rows are int8)."""
+    return [int(tensor.tensor.stride(0)), int(tensor.page_size_bytes)]

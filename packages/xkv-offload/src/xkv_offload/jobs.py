@@ -1,0 +1,86 @@
+"""The state of one transfer job on a worker.
+
+Owns: `Job`: which objects of it are outstanding, which blocks failed, when it is done; the order in which copies run.
+Must not know: tensors, slots, the gateway, vLLM.
+"""
+
+import heapq
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+COPY_QUEUE_MAX = 1 << 16  # copies waiting: far above what the ring's slots allow, so reaching it is a fault
+
+
+class Priority(IntEnum):
+    """Lower is sooner: what vLLM waits for, then loads, then stores."""
+
+    WAITED_ON = 0
+    LOAD = 1
+    STORE = 2
+
+
+@dataclass(slots=True)
+class Job:
+    """One job. All fields but `done` are guarded by the worker's lock."""
+
+    job_id: int
+    is_store: bool
+    outstanding: int
+    deadline: float = float("inf")
+    started: float = field(default_factory=time.monotonic)
+    moved_bytes: int = 0
+    failed_blocks: list[int] = field(default_factory=list)
+    cancelled: bool = False
+    gets: set[int] = field(default_factory=set)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class CopyQueue:
+    """A bounded priority queue for one consuming thread; `hurry` moves a job's copies to the front."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._heap: list[tuple[int, int, int]] = []
+        self._work: dict[int, tuple[int, Callable[[], None]]] = {}
+        self._sequence = 0
+        self._closed = False
+
+    def push(self, priority: Priority, job_id: int, work: Callable[[], None]) -> bool:
+        """Queue `work`; False if the queue is full or closed."""
+        with self._condition:
+            if self._closed or len(self._work) >= COPY_QUEUE_MAX:
+                return False
+            self._sequence += 1
+            self._work[self._sequence] = (job_id, work)
+            heapq.heappush(self._heap, (priority, self._sequence, job_id))
+            self._condition.notify()
+            return True
+
+    def hurry(self, job_ids: set[int]) -> None:
+        """Let the queued copies of these jobs run before all others, in their order."""
+        with self._condition:
+            for number, (job_id, _) in self._work.items():
+                if job_id in job_ids:
+                    heapq.heappush(self._heap, (Priority.WAITED_ON, number, job_id))
+
+    def pop(self) -> Callable[[], None] | None:
+        """The next copy; blocks; None when the queue has been closed."""
+        with self._condition:
+            while True:
+                while self._heap:
+                    _, number, _ = heapq.heappop(self._heap)
+                    entry = self._work.pop(number, None)
+                    if entry is not None:
+                        return entry[1]
+                if self._closed:
+                    return None
+                self._condition.wait()
+
+    def close(self) -> None:
+        """Let what is queued run, then end."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()

@@ -1,0 +1,183 @@
+"""The loads of one rank.
+
+Owns: from planned chunks to gets: ring slots of the load region (waiting in order where there are none), the get,
+scatter on the copy thread, deadlines. A failed object is denied before its load is reported.
+Must not know: vLLM, how a failure is told to it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from xkv_store.client import GetObject
+from xkv_store.key import ObjectKey
+from xkv_store.wire import LoadedObject, LoadStatus
+
+from .copy import Move
+from .jobs import CopyQueue, Job, Priority
+from .layout import fragment_range
+from .mapping import ChunkPart
+from .metrics import count
+from .rank import RankContext
+from .stores import ObjectDone
+from .transfer import XkvTransferSpec
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """One object of a load, from its submission to its last byte."""
+
+    job: Job
+    part: ChunkPart
+    key: ObjectKey
+    fragments: range
+    slots: list[int] = field(default_factory=list)
+    settled: bool = False
+
+
+class Loads:
+    """Gets of one rank. `submit`, `expire` and `give_up` run on vLLM's thread."""
+
+    def __init__(self, context: RankContext, queue: CopyQueue, lock: threading.RLock, done: ObjectDone) -> None:
+        self._context = context
+        self._queue = queue
+        self._lock = lock
+        self._done = done
+        self._waiting: deque[_Fetch] = deque()
+        self._open: dict[int, list[_Fetch]] = {}
+
+    def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
+        """Fetch the objects of `parts` in order, as the load region has room."""
+        fetches = [
+            _Fetch(job, part, self._context.object_key(spec.namespace, spec.keys[part.key]), self._fragments(part))
+            for part in parts
+        ]
+        with self._lock:
+            self._open[job.job_id] = fetches
+            self._waiting.extend(fetches)
+        self._feed()
+
+    def expire(self, jobs: Iterable[Job], now: float) -> None:
+        """Give up the loads whose deadline has passed. The lock is held."""
+        late = [job for job in jobs if not job.is_store and not job.done.is_set() and now > job.deadline]
+        if late:
+            count("load_timeouts", len(late))
+            self.give_up(late)
+
+    def give_up(self, jobs: Iterable[Job]) -> None:
+        """Fail what is outstanding of these loads, but for a copy that is under way. The lock is held."""
+        for job in jobs:
+            job.cancelled = True
+            for get in job.gets:
+                self._context.client.cancel(get)
+            for fetch in self._open.get(job.job_id, ()):
+                self._fail(fetch)
+
+    def _fragments(self, part: ChunkPart) -> range:
+        """The fragments to read: all where the object may be a lone last block, whose bytes begin elsewhere."""
+        layout = self._context.layouts[part.group]
+        if self._context.lone_last_block[part.group]:
+            first_byte, length = 0, layout.chunk_bytes
+        else:
+            first_byte, length = part.first * layout.block_bytes, len(part.blocks) * layout.block_bytes
+        return fragment_range(
+            first_byte=first_byte, length=max(length, 1), fragment_bytes=self._context.fragment_bytes
+        )
+
+    def _feed(self) -> None:
+        """Send what the load region has room for, in order. Any thread."""
+        client = self._context.client
+        while True:
+            with self._lock:
+                while self._waiting and self._waiting[0].settled:
+                    self._waiting.popleft()
+                if not self._waiting:
+                    return
+                fetch = self._waiting[0]
+                if len(fetch.fragments) > client.load_region.count:
+                    self._fail(fetch)
+                    continue
+                slots = client.load_region.take(len(fetch.fragments))
+                if slots is None:
+                    return
+                self._waiting.popleft()
+                fetch.slots = slots
+            wanted = GetObject(key=fetch.key, slots=slots, first_fragment=fetch.fragments.start)
+            number = client.get([wanted], partial(self._answered, fetch))
+            with self._lock:
+                if not fetch.settled:
+                    fetch.job.gets.add(number)
+                elif fetch.job.cancelled:
+                    client.cancel(number)
+
+    def _answered(self, fetch: _Fetch, answer: LoadedObject) -> None:
+        """On the client's thread: the slots hold the verified bytes, or are free again."""
+        if answer.status == LoadStatus.OK and not fetch.settled:
+            work = partial(self._scatter, fetch, answer.length)
+            if self._queue.push(Priority.LOAD, fetch.job.job_id, work):
+                return
+        with self._lock:
+            self._fail(fetch)
+        self._give_back(fetch)
+
+    def _scatter(self, fetch: _Fetch, length: int) -> None:
+        """On the copy thread. A fetch that was given up meanwhile touches no page."""
+        context = self._context
+        layout = context.layouts[fetch.part.group]
+        size = len(fetch.part.blocks) * layout.block_bytes
+        try:
+            with self._lock:
+                base = self._base_sub_block(fetch, length)
+                if fetch.settled or base is None:
+                    self._fail(fetch)
+                    return
+                fetch.settled = True
+            try:
+                context.mover.scatter(
+                    Move(fetch.part, layout, context.rows(fetch.slots), fetch.fragments.start, base)
+                )
+            except Exception:
+                self._settle_failed(fetch)
+                raise
+            count("load_objects")
+            count("load_bytes", size)
+            self._forget(fetch)
+            self._done(fetch.job, size)
+        finally:
+            self._give_back(fetch)
+
+    def _base_sub_block(self, fetch: _Fetch, length: int) -> int | None:
+        """The sub-block that the object's bytes begin with; None if it does not hold what is asked for."""
+        layout = self._context.layouts[fetch.part.group]
+        if length == layout.chunk_bytes:
+            return 0
+        last = layout.blocks_per_chunk - 1
+        lone = self._context.lone_last_block[fetch.part.group] and length == layout.block_bytes
+        return last if lone and fetch.part.first == last else None
+
+    def _fail(self, fetch: _Fetch) -> None:
+        """Settle a fetch as failed unless it is settled. The lock is held."""
+        if not fetch.settled:
+            fetch.settled = True
+            self._settle_failed(fetch)
+
+    def _settle_failed(self, fetch: _Fetch) -> None:
+        count("load_failures")
+        self._context.deny(fetch.key)
+        self._forget(fetch)
+        self._done(fetch.job, 0, fetch.part.blocks)
+
+    def _forget(self, fetch: _Fetch) -> None:
+        with self._lock:
+            fetches = self._open.get(fetch.job.job_id)
+            if fetches is not None and all(one.settled for one in fetches):
+                del self._open[fetch.job.job_id]
+
+    def _give_back(self, fetch: _Fetch) -> None:
+        """The slots of a fetch that the gateway has answered."""
+        if fetch.slots:
+            slots, fetch.slots = fetch.slots, []
+            self._context.client.load_region.give(slots)
+            self._feed()

@@ -1,0 +1,332 @@
+"""The scheduler's side: what is held, what is stored, where a job finds it.
+
+Owns: answers to vLLM's scheduler, from shared memory alone (lookup table, control page): no message and no wait on
+vLLM's scheduling thread. The decision to shed a store, so that all ranks agree. The set of keys that are stored and
+not yet confirmed.
+Must not know: bytes, slots, tensors, how the gateway is reached; vLLM's classes (they come in by `Words`).
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from xkv_store.key import chunk_tag, ranks_mask, tag_salt
+
+from .identity import after_reset
+from .metrics import Increments, metric_name
+from .transfer import XkvTransferSpec
+
+logger = logging.getLogger(__name__)
+
+PENDING_KEYS_MAX = 1 << 16  # stored, not yet confirmed: beyond it the oldest are forgotten (and may be stored twice)
+PENDING_SECONDS = 10.0  # an object that is not confirmed by then has failed and may be stored again
+TOUCHED_MAX = 1 << 14  # recency of one step; more is dropped: recency is a hint
+REQUESTS_MAX = 1 << 16  # that have stored; 0.26 stores once more after it said that a request has finished
+DENIED_MAX = 1 << 16  # failed loads that are remembered; beyond it the oldest are forgotten
+SHED_LOG_SECONDS = 60.0
+
+_R = TypeVar("_R")
+
+
+class Table(Protocol):
+    """The part of the lookup table that is used here."""
+
+    @property
+    def lookup(self) -> Callable[[int], tuple[int, int] | None]:
+        """Tag to (generation, ranks bitmap), or None."""
+
+    @property
+    def highest_generation(self) -> int:
+        """The highest confirmed generation."""
+
+
+class Card(Protocol):
+    """What the manager asks of its attachment to the gateway (see `attachment.SchedulerCard`)."""
+
+    @property
+    def table(self) -> Table:
+        """The gateway's current lookup table."""
+
+    def alive(self) -> bool:
+        """Connected, with a fresh heartbeat."""
+
+    def touch(self, tags: Sequence[int]) -> None:
+        """Tell recency, one-way."""
+
+    def denials(self) -> tuple[Sequence[tuple[int, int]], bool]:
+        """New denials (tag, generation), and whether some were lost."""
+
+    def store_bytes(self) -> int:
+        """Bytes on their way to the card, on the rank that has most."""
+
+    def close(self) -> None:
+        """Detach."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """vLLM's vocabulary on this release, found by compat."""
+
+    miss: object
+    hit: object
+    prepare_store_output: Callable[..., object]
+    request_context: Callable[[], object]
+    stats: Callable[[], Any]
+    load_source: object | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerOptions:
+    """What is fixed when an engine starts.
+
+    `group_bytes`: by vLLM's group number, bytes of a whole chunk on one rank (0: the group is never stored).
+    `store_backlog_bytes`: per rank. `loads`, `stores`: by vLLM's kv_role.
+    """
+
+    namespace: bytes
+    ranks: int
+    group_bytes: Mapping[int, int]
+    store_backlog_bytes: int
+    loads: bool
+    stores: bool
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is remembered of a request while it stores: its arrival (µs since 1970) and the next chunk's place."""
+
+    family: int
+    next_position: int = 0
+    shedding: bool = False
+
+
+class XkvManager:
+    """OffloadingManager of xkv. All methods run on vLLM's scheduling thread.
+
+    No exception leaves a method: it is counted, logged, and answered like a miss or an empty store.
+    """
+
+    def __init__(self, *, card: Card, options: ManagerOptions, words: Words) -> None:
+        self._card = card
+        self._options = options
+        self._words = words
+        self._counts = Increments()
+        self._namespace = options.namespace
+        self._salts: dict[bytes, list[tuple[int, int]]] = {}
+        self._touched: list[int] = []
+        self._denied: dict[int, int] = {}
+        self._denied_up_to = -1
+        self._pending: dict[bytes, float] = {}
+        self._prepared_bytes: dict[bytes, int] = {}
+        self._requests: dict[str, _Request] = {}
+        self._shed_logged = -SHED_LOG_SECONDS
+
+    # -- lookups ---------------------------------------------------------------------------------------------
+
+    def lookup(self, key: bytes, req_context: Any) -> object:
+        """HIT if every rank's object of `key` is confirmed on the card, else MISS."""
+        return self._guarded(self._lookup, self._words.miss, key)
+
+    def _lookup(self, key: bytes) -> object:
+        if not self._options.loads:
+            return self._words.miss
+        if not self._card.alive():
+            self._counts.add("lookup_no_gateway")
+            return self._words.miss
+        self._read_denials()
+        if not self._held(key, touch=True):
+            self._counts.add("lookup_misses")
+            return self._words.miss
+        self._counts.add("lookup_hits")
+        return self._words.hit
+
+    def _held(self, key: bytes, *, touch: bool) -> bool:
+        """Whether all ranks' objects are confirmed and not denied."""
+        lookup = self._card.table.lookup
+        salts = self._salts.get(key[-4:])
+        if salts is None:
+            salts = self._new_salts(key[-4:])
+        block_hash = key[:-4]
+        for salt, mask in salts:
+            tag = chunk_tag(salt, block_hash)
+            entry = lookup(tag)
+            if entry is None or entry[1] & mask != mask:
+                return False
+            if self._is_denied(tag, entry[0]):
+                self._counts.add("lookup_denied")
+                return False
+            if touch and len(self._touched) < TOUCHED_MAX:
+                self._touched.append(tag)
+        return True
+
+    def _new_salts(self, group: bytes) -> list[tuple[int, int]]:
+        number = int.from_bytes(group, "big")
+        salts = [(tag_salt(self._namespace, number, page), mask) for page, mask in ranks_mask(self._options.ranks)]
+        self._salts[group] = salts
+        return salts
+
+    def _is_denied(self, tag: int, generation: int) -> bool:
+        return generation <= self._denied_up_to or generation <= self._denied.get(tag, -1)
+
+    def _read_denials(self) -> None:
+        denials, lost = self._card.denials()
+        for tag, generation in denials:
+            self._denied[tag] = max(generation, self._denied.pop(tag, -1))
+        while len(self._denied) > DENIED_MAX:
+            self._denied.pop(next(iter(self._denied)))
+        if lost:
+            self._denied_up_to = self._card.table.highest_generation
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Recency comes from lookups (vLLM stops calling this from 0.31 on)."""
+
+    # -- loads -----------------------------------------------------------------------------------------------
+
+    def prepare_load(self, keys: Collection[bytes], req_context: Any) -> XkvTransferSpec:
+        """Where the workers find `keys`: by key; nothing is reserved (an evicted object stays readable a while)."""
+        return XkvTransferSpec(namespace=self._namespace, keys=tuple(keys), req_id=req_context.req_id)
+
+    def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Says nothing about success; a failed load has left its denial."""
+
+    def get_load_source(self, key: bytes, req_context: Any) -> object:
+        """Where loads come from, in the words of releases that ask."""
+        return self._words.load_source
+
+    # -- stores ----------------------------------------------------------------------------------------------
+
+    def prepare_store(self, keys: Collection[bytes], req_context: Any) -> object:
+        """Choose which of `keys` are stored: a subset, in order; never None (vLLM would ask again every step)."""
+        nothing = XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_context.req_id)
+        spec = self._guarded(self._choose, nothing, list(keys), req_context.req_id)
+        return self._words.prepare_store_output(keys_to_store=list(spec.keys), store_spec=spec, evicted_keys=[])
+
+    def _choose(self, keys: list[bytes], req_id: str) -> XkvTransferSpec:
+        chosen: list[bytes] = []
+        positions: list[int] = []
+        replace: list[bool] = []
+        request = self._request(req_id)
+        if not self._options.stores or not self._card.alive() or request.shedding:
+            self._counts.add("shed_keys", len(keys))
+            return XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_id)
+        self._read_denials()
+        now = time.monotonic()
+        backlog = self._card.store_bytes() + sum(self._prepared_bytes.values())
+        for number, key in enumerate(keys):
+            position = request.next_position
+            request.next_position += 1
+            size = self._options.group_bytes.get(int.from_bytes(key[-4:], "big"), 0)
+            if size == 0 or self._pending.get(key, 0.0) > now or self._held(key, touch=False):
+                self._counts.add("held_keys")
+                continue
+            if backlog + size > self._options.store_backlog_bytes:
+                self._shed(request, len(keys) - number)
+                break
+            backlog += size
+            chosen.append(key)
+            positions.append(position)
+            replace.append(self._was_denied(key))
+            self._pending.pop(key, None)
+            self._pending[key] = now + PENDING_SECONDS
+            self._prepared_bytes[key] = size
+        while len(self._pending) > PENDING_KEYS_MAX:
+            self._pending.pop(next(iter(self._pending)))
+        self._counts.add("store_keys", len(chosen))
+        return XkvTransferSpec(
+            namespace=self._namespace,
+            keys=tuple(chosen),
+            req_id=req_id,
+            family=request.family,
+            positions=tuple(positions),
+            replace=tuple(replace),
+        )
+
+    def _request(self, req_id: str) -> _Request:
+        request = self._requests.get(req_id)
+        if request is None:
+            request = self._requests[req_id] = _Request(time.time_ns() // 1000)
+            if len(self._requests) > REQUESTS_MAX:
+                self._requests.pop(next(iter(self._requests)))
+        return request
+
+    def _was_denied(self, key: bytes) -> bool:
+        """Whether the card may hold the object while this engine does not believe it."""
+        salts = self._salts.get(key[-4:]) or self._new_salts(key[-4:])
+        return self._denied_up_to >= 0 or any(chunk_tag(salt, key[:-4]) in self._denied for salt, _ in salts)
+
+    def _shed(self, request: _Request, keys: int) -> None:
+        """Not this and, for the rest of the request, no later chunk: a prefix without its middle is never hit."""
+        request.shedding = True
+        self._counts.add("shed_keys", keys)
+        now = time.monotonic()
+        if now - self._shed_logged >= SHED_LOG_SECONDS:
+            self._shed_logged = now
+            logger.warning("More than %d bytes are on their way to the card: chunks are not stored for now",
+                           self._options.store_backlog_bytes)
+
+    def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
+        """The bytes have left the GPU. That the card holds them is its own word alone."""
+        for key in keys:
+            self._prepared_bytes.pop(key, None)
+
+    # -- requests, steps, resets -----------------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> object:
+        """The framework's default way of offloading."""
+        return self._words.request_context()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Forget the request. One more store may come after this (0.26)."""
+        self._requests.pop(req_context.req_id, None)
+
+    def on_schedule_end(self, context: Any = None) -> None:
+        """Hand the step's recency to the gateway."""
+        if self._touched:
+            tags, self._touched = self._touched, []
+            self._guarded(self._card.touch, None, tags)
+
+    def has_pending_work(self) -> bool:
+        """Never: nothing here needs the engine to step."""
+        return False
+
+    def take_events(self) -> Iterable[object]:
+        """None yet: what the card confirms or evicts is not announced."""
+        return ()
+
+    def reset_cache(self) -> None:
+        """Move to a namespace of this launch: nothing stored before is hit, late stores land in the old one."""
+        self._namespace = after_reset(self._options.namespace, os.urandom(16))
+        self._salts.clear()
+        self._pending.clear()
+        self._prepared_bytes.clear()
+        self._requests.clear()
+        self._counts.add("resets")
+
+    def on_reset_flushed(self) -> None:
+        """Nothing is staged here."""
+
+    def get_stats(self) -> object | None:
+        """Counters since the last call, or None."""
+        taken = self._counts.take()
+        if not taken:
+            return None
+        stats = self._words.stats()
+        for name, amount in taken.items():
+            stats.increase_counter(metric_name(name), amount)
+        return stats  # type: ignore[no-any-return]  # vLLM's class
+
+    def shutdown(self) -> None:
+        """Detach from the gateway; nothing has to be saved."""
+        self._counts.take()
+        self._guarded(self._card.close, None)
+
+    def _guarded(self, work: Callable[..., _R], otherwise: _R, *args: Any) -> _R:
+        try:
+            return work(*args)
+        except Exception:
+            self._counts.add("manager_errors")
+            logger.exception("%r failed; answered as a miss", work)
+            return otherwise

@@ -1,0 +1,65 @@
+"""What one rank is.
+
+Owns: `RankContext`, everything fixed that a worker's jobs need: the attachment, the layouts, the mover, the way of
+reporting failures.
+Must not know: jobs, vLLM.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from xkv_store.client import Client
+from xkv_store.key import ObjectKey, chunk_tag, tag_salt
+
+from .copy import Bytes, Mover
+from .failures import FailureLog, Plan
+from .layout import ObjectLayout
+from .mapping import MappingError
+
+UNKNOWN_GENERATION = (1 << 64) - 1  # denies whatever the card holds now
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankContext:
+    """One rank of one engine.
+
+    `object_rank`: the rank in its objects' keys (0 on every rank where one object serves all); `writes`: whether this rank
+    puts them. `layouts`,
+    `lone_last_block`: by position of the group. `positions`: vLLM's group number to position.
+    """
+
+    client: Client
+    rank: int
+    object_rank: int
+    writes: bool
+    blocks_per_chunk: int
+    fragment_bytes: int
+    layouts: Sequence[ObjectLayout]
+    lone_last_block: Sequence[bool]
+    positions: Mapping[int, int]
+    mover: Mover
+    load_timeout_s: float
+    failure_plan: Plan
+    failures: FailureLog
+
+    def key_groups(self, keys: Sequence[bytes]) -> list[int]:
+        """The position of each offload key's group. Raises MappingError for a group that the engine has not."""
+        try:
+            return [self.positions[int.from_bytes(key[-4:], "big")] for key in keys]
+        except KeyError as error:
+            raise MappingError(f"group {error.args[0]} is none of this engine's") from None
+
+    def object_key(self, namespace: bytes, key: bytes) -> ObjectKey:
+        """The card's key of this rank's object of an offload key."""
+        return ObjectKey(namespace, int.from_bytes(key[-4:], "big"), key[:-4], self.object_rank)
+
+    def rows(self, slots: Sequence[int]) -> list[Bytes]:
+        """The ring's slots as rows of bytes."""
+        array = self.client.ring.array
+        return [array[slot] for slot in slots]
+
+    def deny(self, key: ObjectKey) -> None:
+        """Make the engine's lookups miss what the card holds under `key` now."""
+        tag = chunk_tag(tag_salt(key.namespace, key.group, key.rank // 64), key.block_hash)
+        entry = self.client.table.lookup(tag)
+        self.client.control.deny(self.rank, tag, entry[0] if entry is not None else self.client.table.highest_generation)

@@ -1,0 +1,187 @@
+"""`XkvOffloadingSpec`, as vLLM loads it.
+
+Owns: start-up on both sides: configuration, attachment, identity, and putting manager and worker together.
+Must not know: which symbols vary between releases (compat), how anything after start-up works.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from xkv_compat.features import detect_live
+from xkv_compat.vllm_symbols import (
+    current_vllm_config,
+    framework,
+    kv_role,
+    layer_specs,
+    model_config_facts,
+    none_hash_is_stable,
+    offloading_config_view,
+    offloading_connector_class,
+    vllm_version_text,
+)
+from xkv_store.client import Client
+
+from . import description, failures, identity
+from .attachment import SchedulerCard, attachment
+from .config import parse
+from .copy import make_mover
+from .manager import ManagerOptions, Words, XkvManager
+from .metrics import COUNTERS, metric_name
+from .rank import RankContext
+from .worker import XkvWorker
+
+logger = logging.getLogger(__name__)
+
+_framework = framework()
+
+
+def _failure_log(connector: Any) -> failures.FailureLog | None:
+    """The log of a connector's worker, if the worker is ours."""
+    side = connector.connector_worker
+    worker = None if side is None else side.worker
+    return worker.context.failures if isinstance(worker, XkvWorker) else None
+
+
+failures.attach(offloading_connector_class(), _failure_log)
+
+
+class _Manager(XkvManager, _framework.OffloadingManager):  # type: ignore[misc]  # vLLM's class is Any here
+    """XkvManager with the framework's defaults for whatever a release adds."""
+
+
+class _Worker(XkvWorker, *([_framework.OffloadingWorker] if _framework.OffloadingWorker else [])):  # type: ignore[misc]
+    """XkvWorker with the framework's defaults for whatever a release adds."""
+
+
+class XkvOffloadingSpec(_framework.OffloadingSpec):  # type: ignore[misc]  # vLLM's class is Any here
+    """vLLM's OffloadingSpec of xkv. Made once in the scheduler's process and once in each worker.
+
+    Raises UserError for a configuration that is wrong, UnsupportedVLLM for a vLLM that lacks what is needed, both
+    before any file, socket or memory exists.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._features = detect_live()
+        self._features.require()
+        self._view = offloading_config_view(args, kwargs)
+        self._config = parse(self._view.extra_config)
+        description.check_supported(self._view, self._config, self._features)
+        super().__init__(*args, **kwargs)
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
+        """What vLLM's metrics endpoint shows of the manager's counters."""
+        return {
+            metric_name(name): _framework.OffloadingCounterMetadata(documentation=text)
+            for name, (text, counted_by) in COUNTERS.items()
+            if counted_by == "manager"
+        }
+
+    def get_manager(self) -> XkvManager:
+        """The scheduler's side: attach, wait for the ranks' identities, adopt the namespace."""
+        view, config = self._view, self._config
+        client = Client.attach(attachment(view=view, config=config, is_scheduler=True))
+        published = client.await_namespaces(view.world_size, config.connect_timeout_ms / 1000)
+        descriptors = [identity.Descriptor.from_text(text) for _, text in published.values()]
+        engine = next(one.engine for one in descriptors if one.rank == 0)
+        adopted = identity.adopt(
+            descriptors=descriptors,
+            world_size=view.world_size,
+            engine_id=view.engine_id,
+            salt=config.namespace,
+            own_because=self._own_because(engine),
+        )
+        if adopted.own_because:
+            logger.warning("What this engine stores cannot be hit by another launch: %s",
+                           "; ".join(adopted.own_because))
+        client.publish_namespace(adopted.namespace, adopted.text)
+        ranks = 1 if engine["replicated"] else view.world_size
+        chunk_bytes = dict(zip((group.group_id for group in view.groups), engine["chunk_bytes"], strict=True))
+        rank_ring_bytes = config.ring_bytes // view.world_size
+        logger.info("xkv: namespace %s, %s", adopted.namespace.hex(),
+                    f"one object for all {view.world_size} ranks" if engine["replicated"] else f"{ranks} rank(s)")
+        return _Manager(
+            card=SchedulerCard(client),
+            options=ManagerOptions(
+                namespace=adopted.namespace,
+                ranks=ranks,
+                group_bytes=chunk_bytes,
+                store_backlog_bytes=config.store_backlog_bytes or rank_ring_bytes // 2,
+                loads=engine["kv_role"] != "kv_producer",
+                stores=engine["kv_role"] != "kv_consumer",
+            ),
+            words=Words(
+                miss=_framework.LookupResult.MISS,
+                hit=_framework.LookupResult.HIT,
+                prepare_store_output=_framework.PrepareStoreOutput,
+                request_context=_framework.RequestOffloadingContext,
+                stats=_framework.OffloadingConnectorStats,
+                load_source=_framework.CacheHitSource.DISK if _framework.CacheHitSource else None,
+            ),
+        )
+
+    def get_worker(self, kv_caches: Any) -> XkvWorker:
+        """One rank's side: attach, publish the rank's identity, ready the copies."""
+        view, config = self._view, self._config
+        vllm_config = current_vllm_config()
+        assert vllm_config is not None, "vLLM sets its configuration while it makes a worker"
+        started = time.monotonic()
+        layers = layer_specs(vllm_config)
+        group_kinds = description.kinds(view, layers)
+        replicated = description.is_replicated(view, config, group_kinds)
+        described = description.describe(
+            view=view,
+            config=config,
+            features=self._features,
+            version=vllm_version_text(),
+            model=model_config_facts(vllm_config),
+            layers=layers,
+            replicated=replicated,
+            kv_caches=kv_caches,
+            kv_role=kv_role(vllm_config),
+        )
+        layouts = description.layouts(view, kv_caches)
+        mover = make_mover(
+            tensors=[tensor.tensor for tensor in kv_caches.tensors],
+            staging_bytes=config.staging_bytes,
+            layouts=layouts,
+        )
+        client = Client.attach(attachment(view=view, config=config, is_scheduler=False))
+        client.publish_namespace(described.digest(), described.text())
+        logger.info("xkv: rank %d of %d ready in %.2f s", view.rank, view.world_size, time.monotonic() - started)
+        return _Worker(
+            context=RankContext(
+                client=client,
+                rank=view.rank,
+                object_rank=0 if replicated else view.rank,
+                writes=not replicated or view.rank == 0,
+                blocks_per_chunk=view.blocks_per_chunk,
+                fragment_bytes=config.fragment_bytes,
+                layouts=layouts,
+                lone_last_block=[kind.mamba for kind in group_kinds or ()] or [False] * len(view.groups),
+                positions={group.group_id: position for position, group in enumerate(view.groups)},
+                mover=mover,
+                load_timeout_s=config.load_timeout_ms / 1000,
+                failure_plan=failures.choose(
+                    features=self._features,
+                    full_attention=tuple(kind.full_attention for kind in group_kinds or ()) or (False,) * len(view.groups),
+                    world_size=view.world_size,
+                ),
+                failures=failures.FailureLog(),
+            ),
+            transfer_result=_framework.TransferResult,
+        )
+
+    def _own_because(self, engine: Mapping[str, Any]) -> list[str]:
+        """Why the namespace must be this launch's own, as far as the scheduler knows."""
+        reasons = []
+        if not none_hash_is_stable(str(engine["hash_algorithm"])):
+            reasons.append("the root hash is random in each process: set PYTHONHASHSEED to a number, for example "
+                           "PYTHONHASHSEED=0, before the engine starts")
+        if engine["lora"] and not self._config.trust_lora_names:
+            reasons.append("LoRA adapters are known by name only (xkv.trust_lora_names)")
+        if engine["calculate_kv_scales"]:
+            reasons.append("calculate_kv_scales makes scales that depend on the first request")
+        return reasons

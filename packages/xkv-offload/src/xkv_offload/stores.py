@@ -1,0 +1,99 @@
+"""The stores of one rank.
+
+Owns: from planned chunks to puts: ring slots, gather on the copy thread, the put, the bytes that are on their way.
+An object that finds no slot or no gateway is simply one that the card does not hold.
+Must not know: vLLM, what becomes of an object after its put but for the answer.
+"""
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from xkv_store.client import PutObject
+from xkv_store.wire import StoredObject, StoreStatus
+
+from .copy import Move
+from .jobs import CopyQueue, Job, Priority
+from .layout import fragment_range
+from .mapping import ChunkPart
+from .metrics import count
+from .rank import RankContext
+from .transfer import XkvTransferSpec
+
+
+class ObjectDone(Protocol):
+    """Called once for each object of a job."""
+
+    def __call__(self, job: Job, moved_bytes: int, failed_blocks: Sequence[int] = ()) -> None:
+        """`moved_bytes` were copied; the load of `failed_blocks` failed."""
+
+
+class Stores:
+    """Puts of one rank; `submit` runs on vLLM's thread, the rest on the copy thread and the client's."""
+
+    def __init__(self, context: RankContext, queue: CopyQueue, lock: threading.RLock, done: ObjectDone) -> None:
+        self._context = context
+        self._queue = queue
+        self._lock = lock
+        self._done = done
+        self._bytes_in_flight = 0
+
+    def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
+        """Queue the gathering of `parts`, one copy per object, in order."""
+        mark = self._context.mover.ready_mark()
+        for part in parts:
+            size = len(part.blocks) * self._context.layouts[part.group].block_bytes
+            self._change_bytes(size)
+            if not self._queue.push(Priority.STORE, job.job_id, partial(self._gather, job, part, spec, mark, size)):
+                self._shed(job, size)
+
+    def _gather(self, job: Job, part: ChunkPart, spec: XkvTransferSpec, mark: object, size: int) -> None:
+        """On the copy thread: copy one object into the ring and put it."""
+        context = self._context
+        region = context.client.store_region
+        layout = context.layouts[part.group]
+        slots = None
+        if context.client.alive():
+            slots = region.take(len(fragment_range(first_byte=0, length=size, fragment_bytes=context.fragment_bytes)))
+        if slots is None:
+            self._shed(job, size)
+            return
+        try:
+            context.mover.after(mark)
+            context.mover.gather(Move(part, layout, context.rows(slots), 0, part.first))
+        except Exception:
+            region.give(slots)
+            self._shed(job, size)
+            raise
+        put = PutObject(
+            key=context.object_key(spec.namespace, spec.keys[part.key]),
+            length=size,
+            slots=slots,
+            family=spec.family,
+            position=spec.positions[part.key],
+            replace=spec.replace[part.key],
+        )
+        self._done(job, size)
+        count("store_objects")
+        count("store_bytes", size)
+        context.client.put([put], partial(self._answered, size))
+
+    def _answered(self, size: int, answer: StoredObject) -> None:
+        """On the client's thread: the gateway has the object, or not; the slots are free again."""
+        self._change_bytes(-size)
+        held = answer.status in (StoreStatus.CONFIRMED, StoreStatus.HELD)
+        count("confirmed_objects" if held else "refused_objects")
+
+    def _shed(self, job: Job, size: int) -> None:
+        self._change_bytes(-size)
+        count("shed_objects")
+        self._context.client.control.add_shed(self._context.rank)
+        self._done(job, 0)
+
+    def _change_bytes(self, amount: int) -> None:
+        with self._lock:
+            self._bytes_in_flight += amount
+            self._context.client.control.set_store_bytes(self._context.rank, self._bytes_in_flight)
+
+

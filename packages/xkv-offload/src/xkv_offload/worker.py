@@ -1,0 +1,193 @@
+"""The worker's side: jobs of one rank.
+
+Owns: submit, wait and report, as vLLM calls them on its thread; the copy thread; when a job is done and what of it
+failed. Nothing escapes: submits answer True, results say success, failures travel by `failures`.
+Must not know: how bytes are ordered in an object (layout), how blocks map to chunks (mapping), how copies are made
+(copy), vLLM's classes (they come in as arguments).
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from .failures import LoadFailedError
+from .jobs import CopyQueue, Job
+from .loads import Loads
+from .mapping import ChunkPart, MappingError, plan_load, plan_store
+from .metrics import count
+from .rank import RankContext
+from .stores import Stores
+from .transfer import XkvTransferSpec
+
+logger = logging.getLogger(__name__)
+
+WAIT_SECONDS_MAX = 30.0  # for copies out of or into KV pages, which move at memory speed: longer is a fault
+SHUTDOWN_SECONDS_MAX = 10.0  # for the copy thread to end
+
+
+class XkvWorker:
+    """OffloadingWorker of xkv for one rank. vLLM's methods run on the worker's main thread."""
+
+    def __init__(self, *, context: RankContext, transfer_result: Callable[..., object]) -> None:
+        self._context = context
+        self._result = transfer_result
+        self._lock = threading.RLock()
+        self._jobs: dict[int, Job] = {}
+        self._queue = CopyQueue()
+        self._stores = Stores(context, self._queue, self._lock, self._object_done)
+        self._loads = Loads(context, self._queue, self._lock, self._object_done)
+        self._thread = threading.Thread(target=self._copy, name="xkv-copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def context(self) -> RankContext:
+        """What this rank is; `context.failures` is what vLLM's connector asks for failed blocks."""
+        return self._context
+
+    # -- called by vLLM --------------------------------------------------------------------------------------
+
+    def submit_store(self, job_id: int, src_spec: Any, dst_spec: XkvTransferSpec) -> bool:
+        """Begin to store; the pages may be overwritten once the job is reported or waited for."""
+        try:
+            parts = self._store_parts(src_spec, dst_spec) if self._context.writes else ()
+            job = self._begin(job_id, is_store=True, objects=len(parts))
+            if parts:
+                self._stores.submit(job, parts, dst_spec)
+        except Exception:
+            self._survive(job_id, "submit_store", is_store=True, blocks=())
+        return True
+
+    def submit_load(self, job_id: int, src_spec: XkvTransferSpec, dst_spec: Any, expedited: bool = False) -> bool:
+        """Begin to load; done or failed within the load's deadline. `expedited` jobs are waited for by vLLM."""
+        blocks = [int(block) for block in dst_spec.block_ids]
+        try:
+            parts = self._load_parts(src_spec, dst_spec)
+            job = self._begin(job_id, is_store=False, objects=len(parts))
+            job.deadline = time.monotonic() + self._context.load_timeout_s
+            if parts:
+                self._loads.submit(job, parts, src_spec)
+        except Exception:
+            self._survive(job_id, "submit_load", is_store=False, blocks=blocks)
+        return True
+
+    def get_finished(self) -> list[Any]:
+        """Results of the jobs that ended since the last call.
+
+        Raises LoadFailedError where a load failed and this vLLM has no way to hear of it: the engine ends rather
+        than serve wrong pages.
+        """
+        with self._lock:
+            self._loads.expire(self._jobs.values(), time.monotonic())
+            ended = [job for job in self._jobs.values() if job.done.is_set()]
+            for job in ended:
+                del self._jobs[job.job_id]
+        for job in ended:
+            if job.failed_blocks:
+                self._report_failure(job)
+        return [self._transfer_result(job) for job in ended]
+
+    def wait(self, job_ids: set[int]) -> None:
+        """Return once the pages of these jobs may be overwritten.
+
+        Stores: when their bytes have left the pages. Loads (after a reset): they are given up, and waited for only
+        while a copy into the pages is under way. Unknown, finished and duplicate ids are ignored.
+        """
+        with self._lock:
+            jobs = [job for job in (self._jobs.get(number) for number in set(job_ids)) if job is not None]
+            self._loads.give_up(job for job in jobs if not job.is_store)
+        self._queue.hurry({job.job_id for job in jobs})
+        end = time.monotonic() + WAIT_SECONDS_MAX
+        for job in jobs:
+            if not job.done.wait(max(0.0, end - time.monotonic())):
+                count("worker_errors")
+                logger.error("Job %d did not end its copy within %s s", job.job_id, WAIT_SECONDS_MAX)
+
+    def shutdown(self) -> None:
+        """End the copies and detach from the gateway."""
+        self._queue.close()
+        self._thread.join(SHUTDOWN_SECONDS_MAX)
+        self._context.client.close()
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _store_parts(self, src_spec: Any, spec: XkvTransferSpec) -> tuple[ChunkPart, ...]:
+        context = self._context
+        try:
+            plan = plan_store(
+                key_groups=context.key_groups(spec.keys),
+                block_ids=[int(block) for block in src_spec.block_ids],
+                group_sizes=[int(size) for size in src_spec.group_sizes],
+                block_indices=[int(index) for index in src_spec.block_indices],
+                blocks_per_chunk=context.blocks_per_chunk,
+                lone_last_block=context.lone_last_block,
+            )
+        except MappingError:
+            count("partial_chunks", len(spec.keys))
+            logger.exception("A store's keys and blocks do not match; nothing of it is stored")
+            return ()
+        count("partial_chunks", len(plan.left_out))
+        return tuple(part for part in plan.parts if context.layouts[part.group].block_bytes)
+
+    def _load_parts(self, spec: XkvTransferSpec, dst_spec: Any) -> tuple[ChunkPart, ...]:
+        return plan_load(
+            key_groups=self._context.key_groups(spec.keys),
+            block_ids=[int(block) for block in dst_spec.block_ids],
+            group_sizes=[int(size) for size in dst_spec.group_sizes],
+            block_indices=[int(index) for index in dst_spec.block_indices],
+            blocks_per_chunk=self._context.blocks_per_chunk,
+        )
+
+    def _begin(self, job_id: int, *, is_store: bool, objects: int) -> Job:
+        job = Job(job_id, is_store, objects)
+        if not objects:
+            job.done.set()
+        with self._lock:
+            self._jobs[job_id] = job
+        return job
+
+    def _object_done(self, job: Job, moved_bytes: int, failed_blocks: Iterable[int] = ()) -> None:
+        """One object of `job` has been copied, or will not be."""
+        with self._lock:
+            job.moved_bytes += moved_bytes
+            job.failed_blocks += failed_blocks
+            job.outstanding -= 1
+            if job.outstanding == 0:
+                job.done.set()
+
+    def _survive(self, job_id: int, where: str, *, is_store: bool, blocks: Iterable[int]) -> None:
+        """Keep an error of ours from vLLM: the job is over, and a load has failed."""
+        count("worker_errors")
+        logger.exception("%s of job %d failed", where, job_id)
+        job = self._begin(job_id, is_store=is_store, objects=0)
+        job.failed_blocks += blocks
+
+    def _report_failure(self, job: Job) -> None:
+        plan = self._context.failure_plan
+        if plan.channel == "none":
+            raise LoadFailedError(
+                f"A load of {len(job.failed_blocks)} blocks failed, and vLLM cannot be told ({plan.reason}): the "
+                "engine ends rather than serve wrong KV pages"
+            )
+        self._context.failures.add(job.failed_blocks)
+
+    def _transfer_result(self, job: Job) -> Any:
+        return self._result(
+            job_id=job.job_id,
+            success=True,
+            transfer_size=job.moved_bytes,
+            transfer_time=max(time.monotonic() - job.started, 1e-9),
+        )
+
+    def _copy(self) -> None:
+        """The copy thread: a copy that raises has already been answered for by its owner."""
+        for work in iter(partial(self._queue.pop), None):
+            try:
+                work()
+            except Exception:
+                count("worker_errors")
+                logger.exception("A copy failed")
+
+

@@ -1,0 +1,72 @@
+"""Configuration: every fault is an error that says what to type, before anything exists."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from xkv_store.errors import UserError
+
+from xkv_offload.config import page, parse
+from xkv_offload.config_table import KEYS
+
+REPO = Path(__file__).parents[3]
+
+
+def test_defaults_make_an_embedded_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    config = parse({"spec_name": "XkvOffloadingSpec", "blocks_per_chunk": 16})
+    assert config.port is None
+    assert config.path == Path("/somewhere/xkv/card")
+    assert config.load_reserve_bytes == config.ring_bytes // 4
+
+
+def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
+    values = {"int": lambda key: key.low, "float": lambda key: key.low, "str": lambda _: "x", "bool": lambda _: True,
+              "choice": lambda key: key.choices[-1]}
+    for key in KEYS:
+        value = values[key.kind](key)
+        if key.name == "xkv.ring_bytes":
+            value = 64 << 20
+        config = parse({key.name: value})
+        assert str(getattr(config, key.field)) == str(float(value) if key.kind == "float" else value)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"xkv.prot": 5557}, ["'xkv.prot'", "5557", "'xkv.port'"]),
+        ({"xkv.port": "5557"}, ["xkv.port", "'5557'", "1 to 65,535"]),
+        ({"xkv.port": True}, ["xkv.port", "True"]),
+        ({"xkv.port": 0}, ["xkv.port", "0", "1 to 65,535"]),
+        ({"xkv.fragment_bytes": 262_144}, ["xkv.fragment_bytes", "262144", "261120"]),
+        ({"xkv.tp_layout": "sharded"}, ["xkv.tp_layout", "'sharded'", "auto, replicated, per_rank"]),
+        ({"xkv.trust_lora_names": "yes"}, ["xkv.trust_lora_names", "'yes'", "true or false"]),
+        ({"xkv.port": 5557, "xkv.path": "/card"}, ["xkv.path", "xkv.port"]),
+        ({"xkv.port": 5557, "xkv.linger_s": 3}, ["xkv.linger_s", "embedded"]),
+        ({"xkv.ring_bytes": 4 << 20, "xkv.load_reserve_bytes": 4 << 20}, ["xkv.load_reserve_bytes"]),
+        ({"xkv.path": ""}, ["xkv.path", "''"]),
+        ({"xkv.": 1}, ["'xkv.'"]),
+    ],
+)
+def test_a_wrong_key_is_an_error_that_names_key_value_and_allowed(given: dict[str, object], words: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(given)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_faults_are_named_at_once() -> None:
+    with pytest.raises(UserError, match=r"xkv\.one.*xkv\.two"):
+        parse({"xkv.one": 1, "xkv.two": 2})
+
+
+def test_look_alikes_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parse({"xkv_port": 1, "xkv-ring-bytes": 2, "block_size": 3})
+    assert "'xkv.port'" in caplog.text
+    assert "'xkv.ring_bytes'" in caplog.text
+    assert "block_size" not in caplog.text
+
+
+def test_the_documentation_is_the_table() -> None:
+    assert (REPO / "docs" / "configuration.md").read_text() == page()
