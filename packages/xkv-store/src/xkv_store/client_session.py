@@ -1,0 +1,297 @@
+"""The client's view of one connection, without any I/O: packets in, answers out.
+
+Owns: what a gateway may say when, and which puts, gets and asks are outstanding on this connection. Must
+not know: sockets, memory, threads or callbacks. The gateway's view is `session`.
+
+A gateway's fault raises `PeerError`; our own misuse raises `LocalProtocolError`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+from .errors import PeerError
+from .geometry import HEADER_BYTES
+from .session import LocalProtocolError
+from .wire import (
+    PROTOCOL_VERSION,
+    AskNamespaces,
+    AskStatus,
+    Cancel,
+    Done,
+    FromGateway,
+    Get,
+    GetObject,
+    Hello,
+    Loaded,
+    LoadedObject,
+    Namespaces,
+    Put,
+    PutObject,
+    RankNamespace,
+    Refused,
+    RefusedCode,
+    Role,
+    SlotRange,
+    Status,
+    Stop,
+    Stored,
+    StoredObject,
+    Welcome,
+    decode_from_gateway,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+WELCOME_DESCRIPTORS: Final = 3
+"""Ring, control page, lookup table, in this order; a tool gets none."""
+
+
+class ClientState(Enum):
+    """Where the connection stands."""
+
+    NEW = auto()
+    GREETING = auto()  # Hello is sent
+    ATTACHED = auto()
+    REFUSED = auto()  # the gateway said so and will close
+    ENDED = auto()
+
+
+class ClientEvent(Enum):
+    """What moves the connection on."""
+
+    HELLO = auto()
+    WELCOME = auto()
+    REFUSED = auto()
+    END = auto()
+
+
+TRANSITIONS: Final[dict[tuple[ClientState, ClientEvent], ClientState]] = {
+    (ClientState.NEW, ClientEvent.HELLO): ClientState.GREETING,
+    (ClientState.NEW, ClientEvent.END): ClientState.ENDED,
+    (ClientState.GREETING, ClientEvent.WELCOME): ClientState.ATTACHED,
+    (ClientState.GREETING, ClientEvent.REFUSED): ClientState.REFUSED,
+    (ClientState.GREETING, ClientEvent.END): ClientState.ENDED,
+    (ClientState.ATTACHED, ClientEvent.REFUSED): ClientState.REFUSED,
+    (ClientState.ATTACHED, ClientEvent.END): ClientState.ENDED,
+    (ClientState.REFUSED, ClientEvent.END): ClientState.ENDED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """The gateway's Welcome, checked against our Hello."""
+
+    welcome: Welcome
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The gateway ends the session."""
+
+    code: RefusedCode
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PutAnswered:
+    """Answers to objects of a put, each for the first and only time."""
+
+    put: int
+    objects: tuple[StoredObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class GetAnswered:
+    """Answers to objects of a get, each for the first and only time."""
+
+    get: int
+    objects: tuple[LoadedObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NamespacesCame:
+    """Some of the ranks' namespaces; there may be more to the same ask."""
+
+    ask: int
+    ranks: tuple[RankNamespace, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TextCame:
+    """The answer to a status or stop ask."""
+
+    ask: int
+    text: str
+
+
+ClientAction = Attached | Rejected | PutAnswered | GetAnswered | NamespacesCame | TextCame
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What was outstanding when the connection ended: (number, index) of puts and of gets."""
+
+    puts: tuple[tuple[int, int], ...]
+    gets: tuple[tuple[int, int], ...]
+
+
+class ClientSession:
+    """One connection, for the one `hello` that it begins with."""
+
+    def __init__(self, hello: Hello) -> None:
+        self.hello = hello
+        self.state = ClientState.NEW
+        self._puts: dict[int, set[int]] = {}  # put -> indexes without an answer
+        self._gets: dict[int, set[int]] = {}
+        self._asks: set[int] = set()
+        self._last = -1
+
+    # --- to the gateway ----------------------------------------------------------------------------------
+
+    def greet(self) -> Hello:
+        """The first message."""
+        self._move(ClientEvent.HELLO)
+        return self.hello
+
+    def put(self, number: int, objects: tuple[PutObject, ...]) -> Put:
+        """A put under a number greater than any before."""
+        self._puts[self._number(number)] = set(range(len(objects)))
+        return Put(number, objects)
+
+    def get(self, number: int, objects: tuple[GetObject, ...]) -> Get:
+        """A get under a number greater than any before."""
+        self._gets[self._number(number)] = set(range(len(objects)))
+        return Get(number, objects)
+
+    def cancel(self, get: int) -> Cancel | None:
+        """None where nothing of that get is outstanding on this connection."""
+        self._require_attached()
+        return Cancel(get) if get in self._gets else None
+
+    def ask_namespaces(self, number: int) -> AskNamespaces:
+        """An ask under a number greater than any before."""
+        self._asks.add(self._number(number))
+        return AskNamespaces(number)
+
+    def ask_status(self, number: int) -> AskStatus:
+        """An ask under a number greater than any before."""
+        self._asks.add(self._number(number))
+        return AskStatus(number)
+
+    def stop(self, number: int) -> Stop:
+        """An ask under a number greater than any before."""
+        self._asks.add(self._number(number))
+        return Stop(number)
+
+    # --- from the gateway --------------------------------------------------------------------------------
+
+    def receive(self, data: bytes, descriptors: int = 0) -> ClientAction:
+        """A packet came, with so many descriptors; raises PeerError for what may not come now."""
+        message = decode_from_gateway(data)
+        expected = 0
+        if isinstance(message, Welcome) and self.hello.role is not Role.TOOL:
+            expected = WELCOME_DESCRIPTORS
+        if descriptors != expected:
+            raise PeerError(f"{type(message).__name__} with {descriptors} descriptors")
+        if isinstance(message, Welcome):
+            return self._welcome(message)
+        if isinstance(message, Refused):
+            self._move_by_peer(ClientEvent.REFUSED, "Refused")
+            return Rejected(message.code, message.reason)
+        if self.state is not ClientState.ATTACHED:
+            raise PeerError(f"{type(message).__name__} in state {self.state.name}")
+        return self._answer(message)
+
+    def _answer(self, message: FromGateway) -> ClientAction:
+        match message:
+            case Stored(put, objects):
+                _answered(self._puts, "put", put, (answer.index for answer in objects))
+                return PutAnswered(put, objects)
+            case Loaded(get, loaded):
+                _answered(self._gets, "get", get, (answer.index for answer in loaded))
+                return GetAnswered(get, loaded)
+            case Namespaces(ask, ranks):
+                self._check_ask(ask)
+                return NamespacesCame(ask, ranks)
+            case Status(ask, text) | Done(ask, text):
+                self._check_ask(ask)
+                return TextCame(ask, text)
+            case _:
+                raise PeerError(f"{type(message).__name__} after Welcome")
+
+    def _welcome(self, welcome: Welcome) -> Attached:
+        if welcome.version != PROTOCOL_VERSION:
+            raise PeerError(f"Welcome of version {welcome.version}, not {PROTOCOL_VERSION}")
+        if self.hello.role is not Role.TOOL:
+            if welcome.slot_bytes != self.hello.fragment_bytes + HEADER_BYTES:
+                raise PeerError(
+                    f"slots of {welcome.slot_bytes} bytes for fragments of {self.hello.fragment_bytes}"
+                )
+            if not _are_apart(welcome.store_region, welcome.load_region, welcome.ring_slots):
+                raise PeerError(
+                    f"regions {welcome.store_region} and {welcome.load_region} in {welcome.ring_slots} slots"
+                )
+        self._move_by_peer(ClientEvent.WELCOME, "Welcome")
+        return Attached(welcome)
+
+    def end(self) -> Lost:
+        """The connection is gone; says what will not be answered on it."""
+        self._move(ClientEvent.END)
+        lost = Lost(
+            tuple((put, index) for put, indexes in self._puts.items() for index in sorted(indexes)),
+            tuple((get, index) for get, indexes in self._gets.items() for index in sorted(indexes)),
+        )
+        self._puts.clear()
+        self._gets.clear()
+        return lost
+
+    # --- inside ------------------------------------------------------------------------------------------
+
+    def _number(self, number: int) -> int:
+        self._require_attached()
+        if number <= self._last:
+            raise LocalProtocolError(f"number {number} after {self._last}")
+        self._last = number
+        return number
+
+    def _require_attached(self) -> None:
+        if self.state is not ClientState.ATTACHED:
+            raise LocalProtocolError(f"a message in state {self.state.name}")
+
+    def _check_ask(self, ask: int) -> None:
+        if ask not in self._asks:
+            raise PeerError(f"an answer to ask {ask}, which was not asked")
+
+    def _move(self, event: ClientEvent) -> None:
+        to = TRANSITIONS.get((self.state, event))
+        if to is None:
+            raise LocalProtocolError(f"{event.name} in state {self.state.name}")
+        self.state = to
+
+    def _move_by_peer(self, event: ClientEvent, name: str) -> None:
+        if (self.state, event) not in TRANSITIONS:
+            raise PeerError(f"{name} in state {self.state.name}")
+        self._move(event)
+
+
+def _answered(flights: dict[int, set[int]], kind: str, number: int, indexes: Iterable[int]) -> None:
+    flight = flights.get(number)
+    if flight is None:
+        raise PeerError(f"an answer to {kind} {number}, which is not outstanding")
+    for index in indexes:
+        if index not in flight:
+            raise PeerError(f"a second or unasked answer to object {index} of {kind} {number}")
+        flight.remove(index)
+    if not flight:
+        del flights[number]
+
+
+def _are_apart(store: SlotRange, load: SlotRange, slots: int) -> bool:
+    ends = (store.first + store.count, load.first + load.count)
+    if max(ends) > slots:
+        return False
+    return ends[0] <= load.first or ends[1] <= store.first
