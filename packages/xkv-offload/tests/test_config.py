@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 
 import pytest
-from xkv_store.errors import UserError
 
 from xkv_offload.config import page, parse
 from xkv_offload.config_table import KEYS
+from xkv_store.errors import UserError
 
 REPO = Path(__file__).parents[3]
 
@@ -21,8 +21,13 @@ def test_defaults_make_an_embedded_card(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
-    values = {"int": lambda key: key.low, "float": lambda key: key.low, "str": lambda _: "x", "bool": lambda _: True,
-              "choice": lambda key: key.choices[-1]}
+    values = {
+        "int": lambda key: key.low,
+        "float": lambda key: key.low,
+        "str": lambda _: "x",
+        "bool": lambda _: True,
+        "choice": lambda key: key.choices[-1],
+    }
     for key in KEYS:
         value = values[key.kind](key)
         if key.name == "xkv.ring_bytes":

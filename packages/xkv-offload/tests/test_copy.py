@@ -3,11 +3,11 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xkv_store.geometry import HEADER_BYTES
 
 from xkv_offload.copy import HostMover, Move
 from xkv_offload.layout import ObjectLayout, Page, fragment_range
 from xkv_offload.mapping import ChunkPart
+from xkv_store.geometry import HEADER_BYTES
 
 POISON = 0xA5
 BLOCKS = 9
@@ -37,12 +37,14 @@ def test_a_part_of_a_chunk_comes_back_and_nothing_else_changes(
 
     first = data.draw(st.integers(0, bpc - 1))
     length = data.draw(st.integers(1, bpc - first))
-    needed = fragment_range(first_byte=first * layout.block_bytes, length=length * layout.block_bytes,
-                            fragment_bytes=fragment)
+    needed = fragment_range(
+        first_byte=first * layout.block_bytes, length=length * layout.block_bytes, fragment_bytes=fragment
+    )
     into = tuple(random.permutation(BLOCKS)[:length].tolist())
     target = [np.full_like(tensor, POISON) for tensor in source]
-    HostMover(target).scatter(Move(ChunkPart(0, 0, first, into), layout, list(slots[needed.start : needed.stop]),
-                                   needed.start, 0))
+    HostMover(target).scatter(
+        Move(ChunkPart(0, 0, first, into), layout, list(slots[needed.start : needed.stop]), needed.start, 0)
+    )
     for tensor, (before, size) in zip(target, zip(source, pages, strict=True), strict=True):
         expected = np.full_like(before, POISON)
         for at, block in enumerate(into):

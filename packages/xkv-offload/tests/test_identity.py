@@ -1,18 +1,21 @@
 """Identity: whatever makes bytes valid changes the namespace; what does not, does not."""
 
 import pytest
-from xkv_store.errors import UserError
 
 from xkv_offload.identity import Descriptor, adopt, after_reset
+from xkv_store.errors import UserError
 
 
-def descriptor(rank: int = 0, *, weights: str | None = "w", undetermined: tuple[str, ...] = (), **facts: object) -> Descriptor:
+def descriptor(
+    rank: int = 0, *, weights: str | None = "w", undetermined: tuple[str, ...] = (), **facts: object
+) -> Descriptor:
     return Descriptor(rank, {"model": "m", "pages": [1, 2]} | facts, weights if rank == 0 else None, undetermined, {})
 
 
 def namespace(*descriptors: Descriptor, salt: str = "", engine: str = "e", own: tuple[str, ...] = ()) -> bytes:
-    return adopt(descriptors=descriptors, world_size=len(descriptors), engine_id=engine, salt=salt,
-                 own_because=own).namespace
+    return adopt(
+        descriptors=descriptors, world_size=len(descriptors), engine_id=engine, salt=salt, own_because=own
+    ).namespace
 
 
 def test_equal_engines_share_a_namespace_whatever_their_id() -> None:

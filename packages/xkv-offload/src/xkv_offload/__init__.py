@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> object:
     if name == "XkvOffloadingSpec":
-        from .spec import XkvOffloadingSpec
+        from .spec import XkvOffloadingSpec  # noqa: PLC0415 - it imports vLLM
 
         return XkvOffloadingSpec
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -68,8 +68,8 @@ def parse(extra_config: Mapping[str, object]) -> Config:
     if values["socket_dir"] is not None:
         values["socket_dir"] = Path(str(values["socket_dir"])).expanduser()
     if values["load_reserve_bytes"] is None:
-        values["load_reserve_bytes"] = cast(int, values["ring_bytes"]) // 4
-    values["linger_s"] = float(cast(float, values["linger_s"]))
+        values["load_reserve_bytes"] = cast("int", values["ring_bytes"]) // 4
+    values["linger_s"] = float(cast("float", values["linger_s"]))
     return Config(**values)  # type: ignore[arg-type]  # every field is a row of the table, checked above
 
 
@@ -85,8 +85,8 @@ def _fault(name: str, value: object) -> str | None:
         near = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.0)
         return f"unknown key {name!r} (value {value!r}); the nearest key is {near[0]!r}"
     if _type_fits(key, value) and _in_range(key, value):
-        if name == "xkv.fragment_bytes" and (cast(int, value) + HEADER_BYTES) % IO_STEP_BYTES:
-            low = (cast(int, value) + HEADER_BYTES) // IO_STEP_BYTES * IO_STEP_BYTES - HEADER_BYTES
+        if name == "xkv.fragment_bytes" and (cast("int", value) + HEADER_BYTES) % IO_STEP_BYTES:
+            low = (cast("int", value) + HEADER_BYTES) // IO_STEP_BYTES * IO_STEP_BYTES - HEADER_BYTES
             return (
                 f"{name} = {value!r} is not a multiple of {IO_STEP_BYTES:,} less {HEADER_BYTES:,}; "
                 f"near it: {low} or {low + IO_STEP_BYTES}"
@@ -110,7 +110,7 @@ def _in_range(key: Key, value: object) -> bool:
         return value in key.choices
     if key.low is None or key.high is None:
         return value != "" or key.default == ""
-    return key.low <= cast(float, value) <= key.high
+    return key.low <= cast("float", value) <= key.high
 
 
 def _contradictions(given: Mapping[str, object]) -> list[str]:
@@ -123,9 +123,9 @@ def _contradictions(given: Mapping[str, object]) -> list[str]:
         ]
         if faults:
             return faults
-    ring = cast(int, given.get("xkv.ring_bytes", BY_NAME["xkv.ring_bytes"].default))
-    reserve = cast(int, given.get("xkv.load_reserve_bytes", ring // 4))
-    slot = cast(int, given.get("xkv.fragment_bytes", BY_NAME["xkv.fragment_bytes"].default)) + HEADER_BYTES
+    ring = cast("int", given.get("xkv.ring_bytes", BY_NAME["xkv.ring_bytes"].default))
+    reserve = cast("int", given.get("xkv.load_reserve_bytes", ring // 4))
+    slot = cast("int", given.get("xkv.fragment_bytes", BY_NAME["xkv.fragment_bytes"].default)) + HEADER_BYTES
     if ring < RING_SLOTS_MIN * slot:
         return [f"xkv.ring_bytes = {ring} holds fewer than {RING_SLOTS_MIN} slots of {slot} bytes: make it larger"]
     if reserve > ring - slot:
@@ -139,8 +139,11 @@ def _warn_of_look_alikes(extra_config: Mapping[str, object]) -> None:
         if not name.startswith(PREFIX) and plain.startswith("xkv"):
             wanted = PREFIX + plain.removeprefix("xkv").lstrip("_.")
             near = difflib.get_close_matches(wanted, BY_NAME, n=1, cutoff=0.0)
-            logger.warning("kv_connector_extra_config: %r is ignored; xkv's keys begin with 'xkv.': did you mean %r?",
-                           name, near[0])
+            logger.warning(
+                "kv_connector_extra_config: %r is ignored; xkv's keys begin with 'xkv.': did you mean %r?",
+                name,
+                near[0],
+            )
 
 
 def page() -> str:
@@ -176,4 +179,4 @@ keys (`spec_name`, `spec_module_path`, `blocks_per_chunk`, `block_size`, `offloa
 """
 
 if __name__ == "__main__":
-    print(page(), end="")  # noqa: T201 - this is what the command is for
+    print(page(), end="")

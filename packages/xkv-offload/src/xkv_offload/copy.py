@@ -97,7 +97,7 @@ class DeviceMover:
     """
 
     def __init__(self, tensors: Sequence[Any], staging_bytes: int) -> None:
-        import torch
+        import torch  # noqa: PLC0415 - there is none where nothing lies on a GPU
 
         self._torch = torch
         self._rows = tensors
@@ -157,9 +157,7 @@ class DeviceMover:
         for span in spans(first_byte=first_byte, length=len(flat), fragment_bytes=fragment_bytes):
             slot = self._torch.from_numpy(move.slots[span.fragment - move.first_fragment].view(np.int8))
             start = HEADER_BYTES + span.offset
-            pieces.append(
-                (flat[span.page_offset : span.page_offset + span.length], slot[start : start + span.length])
-            )
+            pieces.append((flat[span.page_offset : span.page_offset + span.length], slot[start : start + span.length]))
         return pieces
 
 

@@ -41,8 +41,10 @@ def check_supported(view: ConfigView, config: Config, features: Mapping[str, boo
         if size > 1:
             raise UserError(f"{name} = {size} is not supported yet: run with tensor parallelism alone")
     if view.extra_config.get("offload_prompt_only", True) is not True and not features["finish_commit_clamp"]:
-        raise UserError("offload_prompt_only = false is refused on this vLLM: it stores a chunk whose last token was "
-                        "never computed; leave it out")
+        raise UserError(
+            "offload_prompt_only = false is refused on this vLLM: it stores a chunk whose last token was "
+            "never computed; leave it out"
+        )
     if view.canonical_layout:
         raise UserError("canonical_layout = true is not supported: leave it out")
     if config.tp_layout == "replicated" and view.world_size == 1:
@@ -72,14 +74,18 @@ def is_replicated(view: ConfigView, config: Config, group_kinds: Sequence[GroupK
     """Whether one object serves all ranks. Raises UserError where that was asked for and would be wrong."""
     identical = bool(group_kinds) and all(kind.mla for kind in group_kinds or ())
     if config.tp_layout == "replicated" and not identical:
-        raise UserError("xkv.tp_layout = 'replicated' is wrong here: pages are identical on every rank only where "
-                        "every layer of every group is MLA; use 'auto' or 'per_rank'")
+        raise UserError(
+            "xkv.tp_layout = 'replicated' is wrong here: pages are identical on every rank only where "
+            "every layer of every group is MLA; use 'auto' or 'per_rank'"
+        )
     return view.world_size > 1 and identical and config.tp_layout != "per_rank"
 
 
 def layouts(view: ConfigView, kv_caches: Any) -> tuple[ObjectLayout, ...]:
     """The layout of each group's objects, from the framework's canonical view of the tensors."""
-    pages = [[Page(int(ref.tensor_idx), int(ref.page_size_bytes)) for ref in refs] for refs in kv_caches.group_data_refs]
+    pages = [
+        [Page(int(ref.tensor_idx), int(ref.page_size_bytes)) for ref in refs] for refs in kv_caches.group_data_refs
+    ]
     return group_layouts(blocks_per_chunk=view.blocks_per_chunk, pages=pages)
 
 
@@ -101,7 +107,9 @@ def describe(
     if layers is None:
         undetermined.append("kinds of attention")
     facts = {
-        "model": {name: value for name, value in model.items() if name not in ("undetermined", "calculate_kv_scales", "lora")},
+        "model": {
+            name: value for name, value in model.items() if name not in ("undetermined", "calculate_kv_scales", "lora")
+        },
         "cache_dtype": view.cache_dtype,
         "kv_cache_layout": view.kv_cache_layout,
         "groups": [

@@ -36,9 +36,15 @@ def choose(*, features: Mapping[str, bool], full_attention: tuple[bool, ...], wo
     if not features["block_error_reporting"]:
         return Plan("none", "this vLLM does not collect load errors from its connector")
     if len(full_attention) != 1:
-        return Plan("none", f"this vLLM survives block-level load errors with one KV-cache group, not {len(full_attention)}")
+        return Plan(
+            "none",
+            f"this vLLM survives block-level load errors with one KV-cache group, not {len(full_attention)}",
+        )
     if not full_attention[0]:
-        return Plan("none", "recomputing after block-level load errors is unsound for a group that is not full attention")
+        return Plan(
+            "none",
+            "recomputing after block-level load errors is unsound for a group that is not full attention",
+        )
     if world_size > 1 and not features["abort_safe"]:
         return Plan("none", "with several ranks this vLLM does not survive the abort that follows a load error")
     return Plan("block_errors", "")

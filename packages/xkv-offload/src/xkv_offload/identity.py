@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xkv_store.errors import UserError
-from xkv_store.key import NAMESPACE_BYTES
+from xkv_store.geometry import NAMESPACE_BYTES
 
 IDENTITY_FORMAT = 1
 
@@ -57,8 +57,9 @@ class Descriptor:
                 dict(fields["engine"]),
             )
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"a rank published an identity that cannot be read ({error}): are all workers of one "
-                            "installation?") from error
+            raise UserError(
+                f"a rank published an identity that cannot be read ({error}): are all workers of one installation?"
+            ) from error
 
     def digest(self) -> bytes:
         """Of the facts alone: 16 bytes."""
@@ -100,8 +101,10 @@ def adopt(
     by_rank = {descriptor.rank: descriptor for descriptor in descriptors}
     missing = [rank for rank in range(world_size) if rank not in by_rank]
     if missing:
-        raise UserError(f"no identity from rank {', '.join(map(str, missing))} of {world_size}: did its worker start? "
-                        "(engines over several nodes are not supported)")
+        raise UserError(
+            f"no identity from rank {', '.join(map(str, missing))} of {world_size}: did its worker start? "
+            "(engines over several nodes are not supported)"
+        )
     first = by_rank[0]
     for rank in range(1, world_size):
         other = by_rank[rank]
@@ -111,9 +114,11 @@ def adopt(
                 for name in first.facts.keys() | other.facts.keys()
                 if canonical(first.facts.get(name)) != canonical(other.facts.get(name))
             )
-            raise UserError(f"rank {rank} disagrees with rank 0 about {', '.join(names)}: {rank} says "
-                            f"{canonical(other.facts.get(names[0]))[:200]}, 0 says "
-                            f"{canonical(first.facts.get(names[0]))[:200]}")
+            raise UserError(
+                f"rank {rank} disagrees with rank 0 about {', '.join(names)}: {rank} says "
+                f"{canonical(other.facts.get(names[0]))[:200]}, 0 says "
+                f"{canonical(first.facts.get(names[0]))[:200]}"
+            )
     reasons = list(own_because)
     for descriptor in by_rank.values():
         reasons += [f"{name} could not be determined" for name in descriptor.undetermined]

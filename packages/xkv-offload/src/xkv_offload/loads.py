@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xkv_store.client import GetObject
+
 from xkv_store.key import ObjectKey
 from xkv_store.wire import LoadedObject, LoadStatus
 
@@ -51,7 +52,12 @@ class Loads:
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
         """Fetch the objects of `parts` in order, as the load region has room."""
         fetches = [
-            _Fetch(job, part, self._context.object_key(spec.namespace, spec.keys[part.key]), self._fragments(part))
+            _Fetch(
+                job,
+                part,
+                self._context.object_key(spec.namespace, spec.keys[part.key]),
+                self._fragments(part),
+            )
             for part in parts
         ]
         with self._lock:
@@ -82,9 +88,7 @@ class Loads:
             first_byte, length = 0, layout.chunk_bytes
         else:
             first_byte, length = part.first * layout.block_bytes, len(part.blocks) * layout.block_bytes
-        return fragment_range(
-            first_byte=first_byte, length=max(length, 1), fragment_bytes=self._context.fragment_bytes
-        )
+        return fragment_range(first_byte=first_byte, length=max(length, 1), fragment_bytes=self._context.fragment_bytes)
 
     def _feed(self) -> None:
         """Send what the load region has room for, in order. Any thread."""
@@ -135,9 +139,7 @@ class Loads:
                     return
                 fetch.settled = True
             try:
-                context.mover.scatter(
-                    Move(fetch.part, layout, context.rows(fetch.slots), fetch.fragments.start, base)
-                )
+                context.mover.scatter(Move(fetch.part, layout, context.rows(fetch.slots), fetch.fragments.start, base))
             except Exception:
                 self._settle_failed(fetch)
                 raise

@@ -264,8 +264,10 @@ class XkvManager:
         now = time.monotonic()
         if now - self._shed_logged >= SHED_LOG_SECONDS:
             self._shed_logged = now
-            logger.warning("More than %d bytes are on their way to the card: chunks are not stored for now",
-                           self._options.store_backlog_bytes)
+            logger.warning(
+                "More than %d bytes are on their way to the card: chunks are not stored for now",
+                self._options.store_backlog_bytes,
+            )
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """The bytes have left the GPU. That the card holds them is its own word alone."""

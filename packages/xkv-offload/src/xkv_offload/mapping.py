@@ -105,9 +105,7 @@ def plan_store(
     return StorePlan(tuple(parts), tuple(left_out))
 
 
-def _cut(
-    keys: Sequence[int], group: int, blocks: Sequence[int], skip: int, blocks_per_chunk: int
-) -> list[ChunkPart]:
+def _cut(keys: Sequence[int], group: int, blocks: Sequence[int], skip: int, blocks_per_chunk: int) -> list[ChunkPart]:
     parts = []
     at = 0
     for number, key in enumerate(keys):

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xkv_store.client import Client
+
 from xkv_store.key import ObjectKey, chunk_tag, tag_salt
 
 from .copy import Bytes, Mover
@@ -61,5 +62,6 @@ class RankContext:
     def deny(self, key: ObjectKey) -> None:
         """Make the engine's lookups miss what the card holds under `key` now."""
         tag = chunk_tag(tag_salt(key.namespace, key.group, key.rank // 64), key.block_hash)
-        entry = self.client.table.lookup(tag)
-        self.client.control.deny(self.rank, tag, entry[0] if entry is not None else self.client.table.highest_generation)
+        table = self.client.table
+        entry = table.lookup(tag)
+        self.client.control.deny(self.rank, tag, entry[0] if entry is not None else table.highest_generation)

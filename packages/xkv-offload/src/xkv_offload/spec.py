@@ -9,6 +9,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from xkv_store.client import Client
+
 from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import (
     current_vllm_config,
@@ -21,7 +23,6 @@ from xkv_compat.vllm_symbols import (
     offloading_connector_class,
     vllm_version_text,
 )
-from xkv_store.client import Client
 
 from . import description, failures, identity
 from .attachment import SchedulerCard, attachment
@@ -35,6 +36,9 @@ from .worker import XkvWorker
 logger = logging.getLogger(__name__)
 
 _framework = framework()
+_OffloadingSpec: Any = _framework.OffloadingSpec
+_OffloadingManager: Any = _framework.OffloadingManager
+_OffloadingWorker: Any = _framework.OffloadingWorker or object
 
 
 def _failure_log(connector: Any) -> failures.FailureLog | None:
@@ -47,15 +51,15 @@ def _failure_log(connector: Any) -> failures.FailureLog | None:
 failures.attach(offloading_connector_class(), _failure_log)
 
 
-class _Manager(XkvManager, _framework.OffloadingManager):  # type: ignore[misc]  # vLLM's class is Any here
+class _Manager(XkvManager, _OffloadingManager):  # type: ignore[misc]  # vLLM's class is Any here
     """XkvManager with the framework's defaults for whatever a release adds."""
 
 
-class _Worker(XkvWorker, *([_framework.OffloadingWorker] if _framework.OffloadingWorker else [])):  # type: ignore[misc]
+class _Worker(XkvWorker, _OffloadingWorker):  # type: ignore[misc]  # vLLM's class is Any here
     """XkvWorker with the framework's defaults for whatever a release adds."""
 
 
-class XkvOffloadingSpec(_framework.OffloadingSpec):  # type: ignore[misc]  # vLLM's class is Any here
+class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class is Any here
     """vLLM's OffloadingSpec of xkv. Made once in the scheduler's process and once in each worker.
 
     Raises UserError for a configuration that is wrong, UnsupportedVLLM for a vLLM that lacks what is needed, both
@@ -85,7 +89,7 @@ class XkvOffloadingSpec(_framework.OffloadingSpec):  # type: ignore[misc]  # vLL
         client = Client.attach(attachment(view=view, config=config, is_scheduler=True))
         published = client.await_namespaces(view.world_size, config.connect_timeout_ms / 1000)
         descriptors = [identity.Descriptor.from_text(text) for _, text in published.values()]
-        engine = next(one.engine for one in descriptors if one.rank == 0)
+        engine: Mapping[str, Any] = next(one.engine for one in descriptors if one.rank == 0)
         adopted = identity.adopt(
             descriptors=descriptors,
             world_size=view.world_size,
@@ -94,14 +98,18 @@ class XkvOffloadingSpec(_framework.OffloadingSpec):  # type: ignore[misc]  # vLL
             own_because=self._own_because(engine),
         )
         if adopted.own_because:
-            logger.warning("What this engine stores cannot be hit by another launch: %s",
-                           "; ".join(adopted.own_because))
+            logger.warning(
+                "What this engine stores cannot be hit by another launch: %s", "; ".join(adopted.own_because)
+            )
         client.publish_namespace(adopted.namespace, adopted.text)
         ranks = 1 if engine["replicated"] else view.world_size
         chunk_bytes = dict(zip((group.group_id for group in view.groups), engine["chunk_bytes"], strict=True))
         rank_ring_bytes = config.ring_bytes // view.world_size
-        logger.info("xkv: namespace %s, %s", adopted.namespace.hex(),
-                    f"one object for all {view.world_size} ranks" if engine["replicated"] else f"{ranks} rank(s)")
+        logger.info(
+            "xkv: namespace %s, %s",
+            adopted.namespace.hex(),
+            f"one object for all {view.world_size} ranks" if engine["replicated"] else f"{ranks} rank(s)",
+        )
         return _Manager(
             card=SchedulerCard(client),
             options=ManagerOptions(
@@ -166,7 +174,8 @@ class XkvOffloadingSpec(_framework.OffloadingSpec):  # type: ignore[misc]  # vLL
                 load_timeout_s=config.load_timeout_ms / 1000,
                 failure_plan=failures.choose(
                     features=self._features,
-                    full_attention=tuple(kind.full_attention for kind in group_kinds or ()) or (False,) * len(view.groups),
+                    full_attention=tuple(kind.full_attention for kind in group_kinds or ())
+                    or (False,) * len(view.groups),
                     world_size=view.world_size,
                 ),
                 failures=failures.FailureLog(),
@@ -178,8 +187,10 @@ class XkvOffloadingSpec(_framework.OffloadingSpec):  # type: ignore[misc]  # vLL
         """Why the namespace must be this launch's own, as far as the scheduler knows."""
         reasons = []
         if not none_hash_is_stable(str(engine["hash_algorithm"])):
-            reasons.append("the root hash is random in each process: set PYTHONHASHSEED to a number, for example "
-                           "PYTHONHASHSEED=0, before the engine starts")
+            reasons.append(
+                "the root hash is random in each process: set PYTHONHASHSEED to a number, for example "
+                "PYTHONHASHSEED=0, before the engine starts"
+            )
         if engine["lora"] and not self._config.trust_lora_names:
             reasons.append("LoRA adapters are known by name only (xkv.trust_lora_names)")
         if engine["calculate_kv_scales"]:

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from xkv_store.client import PutObject
+
 from xkv_store.wire import StoredObject, StoreStatus
 
 from .copy import Move
@@ -95,5 +96,3 @@ class Stores:
         with self._lock:
             self._bytes_in_flight += amount
             self._context.client.control.set_store_bytes(self._context.rank, self._bytes_in_flight)
-
-

@@ -56,7 +56,7 @@ class XkvWorker:
             job = self._begin(job_id, is_store=True, objects=len(parts))
             if parts:
                 self._stores.submit(job, parts, dst_spec)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
             self._survive(job_id, "submit_store", is_store=True, blocks=())
         return True
 
@@ -69,7 +69,7 @@ class XkvWorker:
             job.deadline = time.monotonic() + self._context.load_timeout_s
             if parts:
                 self._loads.submit(job, parts, src_spec)
-        except Exception:
+        except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
             self._survive(job_id, "submit_load", is_store=False, blocks=blocks)
         return True
 
@@ -160,7 +160,7 @@ class XkvWorker:
     def _survive(self, job_id: int, where: str, *, is_store: bool, blocks: Iterable[int]) -> None:
         """Keep an error of ours from vLLM: the job is over, and a load has failed."""
         count("worker_errors")
-        logger.exception("%s of job %d failed", where, job_id)
+        logger.exception("%s of job %d failed", where, job_id)  # noqa: LOG004 - called in handlers only
         job = self._begin(job_id, is_store=is_store, objects=0)
         job.failed_blocks += blocks
 
@@ -186,8 +186,6 @@ class XkvWorker:
         for work in iter(partial(self._queue.pop), None):
             try:
                 work()
-            except Exception:
+            except Exception:  # noqa: PERF203 - one failed copy must not end the thread
                 count("worker_errors")
                 logger.exception("A copy failed")
-
-

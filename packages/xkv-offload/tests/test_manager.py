@@ -1,0 +1,273 @@
+"""The manager: only confirmed objects hit, one failed load is a miss, nothing escapes, sheds from the tail."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from xkv_offload import manager as manager_module
+from xkv_offload.manager import ManagerOptions, Words, XkvManager
+from xkv_offload.transfer import XkvTransferSpec
+from xkv_store.key import chunk_tag, ranks_mask, tag_salt
+
+NAMESPACE = b"n" * 16
+
+
+class FakeTable:
+    """Tag → (generation, ranks), as the gateway would publish it."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, tuple[int, int]] = {}
+
+    @property
+    def lookup(self) -> Callable[[int], tuple[int, int] | None]:
+        return self.entries.get
+
+    @property
+    def highest_generation(self) -> int:
+        return max((generation for generation, _ in self.entries.values()), default=0)
+
+
+@dataclass
+class FakeCard:
+    table: FakeTable = field(default_factory=FakeTable)
+    living: bool = True
+    touched: list[int] = field(default_factory=list)
+    new_denials: list[tuple[int, int]] = field(default_factory=list)
+    lost: bool = False
+    backlog: int = 0
+    closed: bool = False
+
+    def alive(self) -> bool:
+        return self.living
+
+    def touch(self, tags: Sequence[int]) -> None:
+        self.touched.extend(tags)
+
+    def denials(self) -> tuple[Sequence[tuple[int, int]], bool]:
+        found, self.new_denials = self.new_denials, []
+        lost, self.lost = self.lost, False
+        return found, lost
+
+    def store_bytes(self) -> int:
+        return self.backlog
+
+    def close(self) -> None:
+        self.closed = True
+
+    def confirm(
+        self, keys: Iterable[bytes], *, generation: int = 1, ranks: int = 1, namespace: bytes = NAMESPACE
+    ) -> None:
+        for key in keys:
+            for page, mask in ranks_mask(ranks):
+                tag = chunk_tag(tag_salt(namespace, int.from_bytes(key[-4:], "big"), page), key[:-4])
+                self.table.entries[tag] = (generation, mask)
+
+
+class Stats:
+    def __init__(self) -> None:
+        self.counted: dict[str, int] = {}
+
+    def increase_counter(self, name: str, value: int) -> None:
+        self.counted[name] = value
+
+
+def key(number: int, group: int = 0) -> bytes:
+    return number.to_bytes(8, "little") * 4 + group.to_bytes(4, "big")
+
+
+def request(name: str = "r") -> Any:
+    return SimpleNamespace(req_id=name)
+
+
+def make(card: FakeCard, **changes: Any) -> XkvManager:
+    options: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "ranks": 1,
+        "group_bytes": {0: 100, 1: 50},
+        "store_backlog_bytes": 1000,
+        "loads": True,
+        "stores": True,
+    }
+    return XkvManager(
+        card=card,
+        options=ManagerOptions(**(options | changes)),
+        words=Words(
+            miss="MISS",
+            hit="HIT",
+            prepare_store_output=SimpleNamespace,
+            request_context=SimpleNamespace,
+            stats=Stats,
+            load_source="DISK",
+        ),
+    )
+
+
+def stored(manager: XkvManager, keys: Sequence[bytes], name: str = "r") -> list[bytes]:
+    output: Any = manager.prepare_store(keys, request(name))
+    assert isinstance(output.store_spec, XkvTransferSpec)
+    assert list(output.store_spec.keys) == output.keys_to_store
+    return list(output.keys_to_store)
+
+
+def test_only_what_every_rank_has_confirmed_is_a_hit() -> None:
+    card = FakeCard()
+    manager = make(card, ranks=3)
+    assert manager.lookup(key(1), request()) == "MISS"
+    card.confirm([key(1)], ranks=2)
+    assert manager.lookup(key(1), request()) == "MISS"
+    card.confirm([key(1)], ranks=3)
+    assert manager.lookup(key(1), request()) == "HIT"
+    assert manager.lookup(key(1, group=1), request()) == "MISS"
+
+
+def test_more_than_64_ranks_need_every_entry() -> None:
+    card = FakeCard()
+    manager = make(card, ranks=70)
+    card.confirm([key(1)], ranks=64)
+    assert manager.lookup(key(1), request()) == "MISS"
+    card.confirm([key(1)], ranks=70)
+    assert manager.lookup(key(1), request()) == "HIT"
+
+
+def test_a_dead_gateway_misses_and_stores_nothing() -> None:
+    card = FakeCard(living=False)
+    card.confirm([key(1)])
+    manager = make(card)
+    assert manager.lookup(key(1), request()) == "MISS"
+    assert stored(manager, [key(2)]) == []
+
+
+def test_a_failed_load_is_a_miss_until_a_fresh_generation() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(1)], generation=5)
+    assert manager.lookup(key(1), request()) == "HIT"
+    card.new_denials = [(next(iter(card.table.entries)), 5)]
+    assert manager.lookup(key(1), request()) == "MISS"
+    output: Any = manager.prepare_store([key(1)], request())
+    assert output.store_spec.replace == (True,)
+    card.confirm([key(1)], generation=6)
+    assert manager.lookup(key(1), request()) == "HIT"
+
+
+def test_lost_denials_deny_all_that_is_confirmed() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(1), key(2)], generation=7)
+    card.lost = True
+    assert manager.lookup(key(1), request()) == "MISS"
+    card.confirm([key(2)], generation=8)
+    assert manager.lookup(key(2), request()) == "HIT"
+
+
+def test_stores_are_a_subset_in_order_without_what_is_held_or_pending() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(2)])
+    assert stored(manager, [key(1), key(2), key(3)]) == [key(1), key(3)]
+    assert stored(manager, [key(1), key(3), key(4)], "other") == [key(4)]
+
+
+def test_an_unconfirmed_store_may_be_stored_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manager_module, "PENDING_SECONDS", -1.0)
+    manager = make(FakeCard())
+    assert stored(manager, [key(1)]) == [key(1)]
+    manager.complete_store({key(1)}, request())
+    assert manager.lookup(key(1), request()) == "MISS"
+    assert stored(manager, [key(1)]) == [key(1)]
+
+
+def test_a_backlog_sheds_the_tail_and_the_rest_of_the_request() -> None:
+    card = FakeCard(backlog=750)
+    manager = make(card)
+    assert stored(manager, [key(1), key(2), key(3)]) == [key(1), key(2)]
+    card.backlog = 0
+    manager.complete_store({key(1), key(2)}, request())
+    assert stored(manager, [key(4)]) == []
+    assert stored(manager, [key(4)], "other") == [key(4)]
+    manager.on_request_finished(request())
+    assert stored(manager, [key(5)]) == [key(5)]
+
+
+def test_groups_without_bytes_are_never_stored() -> None:
+    assert stored(make(FakeCard(), group_bytes={0: 0, 1: 50}), [key(1), key(1, group=1)]) == [key(1, group=1)]
+
+
+def test_recency_goes_out_once_a_step() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(1), key(2)])
+    manager.lookup(key(1), request())
+    manager.lookup(key(2), request())
+    assert card.touched == []
+    manager.on_schedule_end(None)
+    assert len(card.touched) == 2
+    manager.on_schedule_end()
+    assert len(card.touched) == 2
+
+
+def test_a_reset_leaves_the_old_namespace_for_lookups_and_stores() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(1)])
+    before: Any = manager.prepare_store([key(2)], request())
+    manager.reset_cache()
+    assert manager.lookup(key(1), request()) == "MISS"
+    after: Any = manager.prepare_store([key(2)], request())
+    assert before.store_spec.namespace == NAMESPACE != after.store_spec.namespace
+    assert manager.prepare_load([key(2)], request()).namespace == after.store_spec.namespace
+
+
+@pytest.mark.parametrize(("changes", "hit", "kept"), [({"loads": False}, "MISS", 1), ({"stores": False}, "HIT", 0)])
+def test_producers_only_store_and_consumers_only_load(changes: dict[str, bool], hit: str, kept: int) -> None:
+    card = FakeCard()
+    manager = make(card, **changes)
+    card.confirm([key(1)])
+    assert manager.lookup(key(1), request()) == hit
+    assert len(stored(manager, [key(2)])) == kept
+
+
+def test_no_exception_leaves_a_method() -> None:
+    class Broken(FakeCard):
+        def alive(self) -> bool:
+            raise OSError("gone")
+
+        def touch(self, tags: Sequence[int]) -> None:
+            raise OSError("gone")
+
+        def close(self) -> None:
+            raise OSError("gone")
+
+    manager = make(Broken())
+    assert manager.lookup(key(1), request()) == "MISS"
+    assert stored(manager, [key(1)]) == []
+    manager.on_schedule_end()
+    stats: Any = manager.get_stats()
+    assert stats.counted["vllm:xkv_manager_errors"] == 2
+    manager.shutdown()
+
+
+def test_stats_are_increments_and_none_where_nothing_happened() -> None:
+    manager = make(FakeCard())
+    assert manager.get_stats() is None
+    manager.lookup(key(1), request())
+    stats: Any = manager.get_stats()
+    assert stats.counted == {"vllm:xkv_lookup_misses": 1}
+    assert manager.get_stats() is None
+
+
+def test_memory_of_a_long_run_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bound in ("PENDING_KEYS_MAX", "REQUESTS_MAX", "DENIED_MAX", "TOUCHED_MAX"):
+        monkeypatch.setattr(manager_module, bound, 10)
+    card = FakeCard()
+    manager = make(card, store_backlog_bytes=10**9)
+    for number in range(100):
+        stored(manager, [key(number)], str(number))
+        card.confirm([key(number)])
+        card.new_denials = [(number, 1)]
+        manager.lookup(key(number), request())
+    sizes = [len(manager._pending), len(manager._requests), len(manager._denied), len(manager._touched)]
+    assert all(size <= 10 for size in sizes), sizes
