@@ -1,7 +1,6 @@
 """Mapping of blocks to chunks: the examples of vLLM's behaviour, and the formula against a direct count."""
 
 from itertools import groupby
-
 from typing import Any
 
 import pytest

@@ -17,16 +17,14 @@ from .failures import FailureLog, Plan
 from .layout import ObjectLayout
 from .mapping import MappingError
 
-UNKNOWN_GENERATION = (1 << 64) - 1  # denies whatever the card holds now
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankContext:
     """One rank of one engine.
 
-    `object_rank`: the rank in its objects' keys (0 on every rank where one object serves all); `writes`: whether this rank
-    puts them. `layouts`,
-    `lone_last_block`: by position of the group. `positions`: vLLM's group number to position.
+    `object_rank`: the rank in its objects' keys (0 on every rank where one object serves all); `writes`: whether this
+    rank puts them. `layouts`, `lone_last_block`: by position of the group. `positions`: vLLM's group number to
+    position.
     """
 
     client: Client
