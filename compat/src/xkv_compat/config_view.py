@@ -142,9 +142,7 @@ def _from_vllm_config(vllm_config: Any, kv_cache_config: Any) -> ConfigView:
     )
     hashes = import_module("vllm.v1.core.kv_cache_utils")
     if hashes is None:
-        raise UnsupportedVLLM(
-            ("resolve_kv_cache_block_sizes: no vllm.v1.core.kv_cache_utils",), installed_version()
-        )
+        raise UnsupportedVLLM(("resolve_kv_cache_block_sizes: no vllm.v1.core.kv_cache_utils",), installed_version())
     _, tokens_per_hash = hashes.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
     tokens_per_chunk = transfer.kv_connector_extra_config.get("block_size")
     return ConfigView(
@@ -154,9 +152,7 @@ def _from_vllm_config(vllm_config: Any, kv_cache_config: Any) -> ConfigView:
         cache_dtype=_text(vllm_config.cache_config.cache_dtype),
         groups=groups,
         tokens_per_hash=int(tokens_per_hash),
-        blocks_per_chunk=1
-        if tokens_per_chunk is None
-        else int(tokens_per_chunk) // groups[0].tokens_per_block,
+        blocks_per_chunk=1 if tokens_per_chunk is None else int(tokens_per_chunk) // groups[0].tokens_per_block,
         rank=int(parallel.rank),
         world_size=int(parallel.world_size),
         tp_size=int(parallel.tensor_parallel_size),

@@ -133,6 +133,8 @@ def _parameter(module: str, owner: str, name: str) -> Probe:
 
 
 _HAS_CONFIG = _parameter(_BASE, "OffloadingSpec.__init__", "config")
+# Releases whose spec is not made from an OffloadingConfig store nothing when a request finishes.
+_NO_FINISH_PASS = AllOf((_symbol(_BASE, "OffloadingSpec"), Not(_HAS_CONFIG)))
 _HAS_GROUP_ID = _field(_CONFIG, "OffloadingGroupConfig", "group_id")
 
 FEATURES: tuple[Feature, ...] = (
@@ -243,8 +245,8 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         "finish_commit_clamp",
-        AnyOf((_HAS_GROUP_ID, Not(_HAS_CONFIG))),
-        "up to 0.25 (no pass at finish), again from 0.30",
+        AnyOf((_HAS_GROUP_ID, _NO_FINISH_PASS)),
+        "not 0.26 to 0.29",
         "offload_prompt_only=False is honoured",
         "offload_prompt_only is forced: a finished request may store a slot that was never computed",
     ),
@@ -328,7 +330,7 @@ FEATURES: tuple[Feature, ...] = (
         AnyOf(
             (
                 _parameter(f"{_OFFLOADING}.scheduler", "RequestOffloadState.storable_chunks", "group_state"),
-                Not(_HAS_CONFIG),
+                _NO_FINISH_PASS,
             )
         ),
         "all but 0.26",
@@ -477,9 +479,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             "get_offload_group_idx",
         )
     ),
-    Requirement(
-        "OffloadingWorker", (_symbol(_BASE, "OffloadingWorker"), _symbol(_OLD_WORKER, "OffloadingHandler"))
-    ),
+    Requirement("OffloadingWorker", (_symbol(_BASE, "OffloadingWorker"), _symbol(_OLD_WORKER, "OffloadingHandler"))),
     Requirement("TransferResult", (_symbol(_BASE, "TransferResult"), _symbol(_OLD_WORKER, "TransferResult"))),
     Requirement(
         "OffloadingSpec.get_worker",
@@ -494,10 +494,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement(
         "CanonicalKVCaches",
-        (
-            _symbol(_BASE, "CanonicalKVCaches"),
-            _symbol("vllm.v1.kv_offload.spec", "CanonicalKVCaches"),
-        ),
+        (_symbol(_BASE, "CanonicalKVCaches"),),
     ),
     Requirement("OffloadingSpecFactory", (_symbol("vllm.v1.kv_offload.factory", "OffloadingSpecFactory"),)),
     Requirement("OffloadingConnector", (_symbol(_CONNECTOR, "OffloadingConnector"),)),

@@ -147,9 +147,7 @@ class SourceReader:
             seen.append(current)
             bases = []
             for base in current[1].bases:
-                plain = (
-                    base.value if isinstance(base, ast.Subscript) else base
-                )  # Base[int] inherits from Base
+                plain = base.value if isinstance(base, ast.Subscript) else base  # Base[int] inherits from Base
                 found = self.find_class(current[0], plain.id) if isinstance(plain, ast.Name) else None
                 if found is not None:
                     bases.append(found)
@@ -178,27 +176,21 @@ class SourceReader:
         return self.resolve(probe.module, probe.name) is not None
 
     def _has_member(self, probe: Probe) -> bool:
-        return any(
-            probe.name in syntax.class_body_names(node) for _, node in self.lineage(probe.module, probe.owner)
-        )
+        return any(probe.name in syntax.class_body_names(node) for _, node in self.lineage(probe.module, probe.owner))
 
     def _has_own_member(self, probe: Probe) -> bool:
         found = self.find_class(probe.module, probe.owner)
         return found is not None and probe.name in syntax.class_body_names(found[1])
 
     def _has_field(self, probe: Probe) -> bool:
-        return any(
-            probe.name in syntax.field_names(node) for _, node in self.lineage(probe.module, probe.owner)
-        )
+        return any(probe.name in syntax.field_names(node) for _, node in self.lineage(probe.module, probe.owner))
 
     def _has_parameter(self, probe: Probe) -> bool:
         node = self.function(probe.module, probe.owner)
         return node is not None and probe.name in syntax.parameter_names(node)
 
     def _has_enum_member(self, probe: Probe) -> bool:
-        return any(
-            probe.name in syntax.enum_members(node) for _, node in self.lineage(probe.module, probe.owner)
-        )
+        return any(probe.name in syntax.enum_members(node) for _, node in self.lineage(probe.module, probe.owner))
 
     def _has_abstract(self, probe: Probe) -> bool:
         for _, node in self.lineage(probe.module, probe.owner):
@@ -208,9 +200,7 @@ class SourceReader:
         return False
 
     def _has_self_attribute(self, probe: Probe) -> bool:
-        return any(
-            syntax.assigns_to_self(node, probe.name) for _, node in self.lineage(probe.module, probe.owner)
-        )
+        return any(syntax.assigns_to_self(node, probe.name) for _, node in self.lineage(probe.module, probe.owner))
 
     def _has_call(self, probe: Probe) -> bool:
         parsed = self.tree.module(probe.module)

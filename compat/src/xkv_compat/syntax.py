@@ -162,9 +162,7 @@ def assigns_to_self(node: ast.ClassDef, name: str) -> bool:
 def calls(tree: ast.AST, owner: str, name: str) -> bool:
     """Whether the tree holds a call ``<anything>.owner.name(…)`` or ``owner.name(…)``."""
     for node in ast.walk(tree):
-        if not (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
-        ):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name):
             continue
         receiver = node.func.value
         if isinstance(receiver, ast.Attribute) and receiver.attr == owner:
@@ -184,8 +182,7 @@ def has_text(tree: ast.AST, text: str) -> bool:
         and isinstance(node.body[0], ast.Expr)
     }
     return any(
-        isinstance(node, ast.Constant) and node.value == text and id(node) not in docstrings
-        for node in ast.walk(tree)
+        isinstance(node, ast.Constant) and node.value == text and id(node) not in docstrings for node in ast.walk(tree)
     )
 
 
