@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import select
 import threading
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
 from xkv_store import io_pool
 from xkv_store.io_pool import IoPool, Job, Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 WAIT_S_MAX = 10.0
 
@@ -30,13 +33,16 @@ class Drill:
             begun.set()
             assert gate.wait(WAIT_S_MAX)
 
-        assert self.pool.submit(Job(lane, 0, run, lambda _: None))
+        assert self.pool.submit(Job(lane, run))
         assert begun.wait(WAIT_S_MAX)
         self.gates.append(gate)
         return gate
 
-    def add(self, lane: Lane, name: str, owner: int = 1) -> bool:
-        return self.pool.submit(Job(lane, owner, lambda: self.ran.append(name), lambda _: None))
+    def add(self, lane: Lane, name: str) -> bool:
+        return self.pool.submit(self.job(lane, name))
+
+    def job(self, lane: Lane, name: str) -> Job:
+        return Job(lane, lambda: self.ran.append(name))
 
     def settle(self, jobs: int) -> list[Job]:
         """Take finished jobs until there are so many."""
@@ -96,10 +102,12 @@ def test_a_full_lane_refuses(drill: Callable[[int], Drill], monkeypatch: pytest.
 def test_withdraw_takes_what_has_not_begun(drill: Callable[[int], Drill]) -> None:
     d = drill(1)
     gate = d.hold(Lane.STORE)
-    d.add(Lane.LOAD, "a", owner=7)
-    d.add(Lane.LOAD, "b", owner=8)
-    d.add(Lane.STORE, "c", owner=7)
-    assert len(d.pool.withdraw(lambda job: job.owner == 7)) == 2
+    mine = [d.job(Lane.LOAD, "a"), d.job(Lane.STORE, "c")]
+    for job in [*mine, d.job(Lane.LOAD, "b")]:
+        assert d.pool.submit(job)
+    taken = d.pool.withdraw(lambda job: job in mine)
+    assert taken == mine
+    assert all(isinstance(job.error, io_pool.WithdrawnError) for job in taken)
     gate.set()
     d.settle(2)
     assert d.ran == ["b"]
@@ -111,7 +119,7 @@ def test_an_error_reaches_the_job_and_the_thread_lives(drill: Callable[[int], Dr
     def fail() -> None:
         raise OSError(5, "no medium")
 
-    d.pool.submit(Job(Lane.LOAD, 1, fail, lambda _: None))
+    d.pool.submit(Job(Lane.LOAD, fail))
     d.add(Lane.LOAD, "next")
     jobs = d.settle(2)
     assert isinstance(jobs[0].error, OSError)

@@ -1,9 +1,7 @@
 """A bounded pool of I/O threads with two lanes: loads go first, and neither lane starves.
 
 Owns: its threads, the two queues, the list of finished jobs and the eventfd that tells of them.
-Must not know: cards, sessions or sockets; a job is a callable with an owner.
-
-`run` of a job is called on a pool thread; `done` is called by whoever calls `finished_jobs` (the event loop).
+Must not know: cards, sessions or sockets; a job is something to call on one of the threads.
 """
 
 from __future__ import annotations
@@ -12,9 +10,11 @@ import enum
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 JOBS_PER_LANE_MAX: Final = 16_384  # four rings of 1 GiB full of one-slot objects; more is shed or busy
 LOADS_IN_A_ROW_MAX: Final = 8  # so many loads may pass a waiting store; then one store goes
@@ -30,14 +30,16 @@ class Lane(enum.Enum):
     STORE = "store"
 
 
+class WithdrawnError(Exception):
+    """The job was taken back before any thread began it."""
+
+
 @dataclass(slots=True, eq=False)
 class Job:
-    """One object's I/O. `error` is set before `done` is called."""
+    """One object's I/O, and how it ended."""
 
     lane: Lane
-    owner: int
     run: Callable[[], None]
-    done: Callable[[Job], None]
     error: Exception | None = None
 
 
@@ -91,15 +93,21 @@ class IoPool:
     def submit(self, job: Job) -> bool:
         """Queue a job; False when its lane is full."""
         with self._wake:
-            queue = self._queues.of(job.lane)
-            if self._stopping or len(queue) >= JOBS_PER_LANE_MAX:
+            if self.full(job.lane):
                 return False
-            queue.append(job)
+            self._queues.of(job.lane).append(job)
             self._wake.notify()
         return True
 
+    def full(self, lane: Lane) -> bool:
+        """Whether `submit` would refuse a job of this lane."""
+        return self._stopping or len(self._queues.of(lane)) >= JOBS_PER_LANE_MAX
+
     def withdraw(self, wanted: Callable[[Job], bool]) -> list[Job]:
-        """Take back the queued jobs that `wanted` names; what has begun is not touched. `done` is not called."""
+        """Take back the queued jobs that `wanted` names; what has begun is not touched.
+
+        Their `error` is a `WithdrawnError`, and they do not come up in `finished_jobs`.
+        """
         taken: list[Job] = []
         with self._wake:
             for lane in Lane:
@@ -109,10 +117,12 @@ class IoPool:
                     taken += [job for job in queue if wanted(job)]
                     queue.clear()
                     queue.extend(kept)
+        for job in taken:
+            job.error = WithdrawnError()
         return taken
 
     def finished_jobs(self) -> list[Job]:
-        """The jobs that have ended since the last call; the caller calls their `done`."""
+        """The jobs that have ended since the last call."""
         try:
             os.eventfd_read(self._eventfd)
         except BlockingIOError:

@@ -1,0 +1,159 @@
+"""`xkv gateway run|status|stop`.
+
+Owns: the options of these commands and what they print.
+Must not know: how a gateway works.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Optional
+
+import typer
+
+from . import sockets
+from .card import CardOptions
+from .console import Output
+from .errors import UserError
+from .gateway import GRACE_MS_DEFAULT, Gateway, GatewayOptions
+from .geometry import SLOT_BYTES
+from .io_pool import IO_THREADS_DEFAULT, IO_THREADS_MAX
+from .sizes import format_size, parse_size_bytes
+from .tool import Tool
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PORT_CUSTOMARY: Final = 5557
+LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+gateway_app = typer.Typer(
+    help="Run a gateway, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None
+)
+
+Port = Annotated[int, typer.Option(min=1, max=65535, help="The gateway's port: names its socket.")]
+SocketDir = Annotated[
+    Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
+    typer.Option(help="Folder of the sockets [default: $XDG_RUNTIME_DIR/xkv, else one of this user's own]."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each value.")]
+CardFolder = Annotated[Optional[Path], typer.Option("--card", help="The embedded gateway of this card's folder.")]  # noqa: UP045
+SocketPath = Annotated[Optional[Path], typer.Option("--socket", help="The socket itself.")]  # noqa: UP045
+
+
+def register(app: typer.Typer) -> None:
+    """Add these commands."""
+    app.add_typer(gateway_app, name="gateway")
+
+
+@gateway_app.command()
+def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by name
+    card: Annotated[Path, typer.Option(help="Folder of the card; made where it is missing.")],
+    port: Port = PORT_CUSTOMARY,
+    capacity: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Size of a new card, for example 10GiB [default: 80 % of what is free, at most 64 GiB]."),
+    ] = None,
+    databases: Annotated[int, typer.Option(min=1, max=256, help="Files that a new card is spread over.")] = 1,
+    database: Annotated[
+        Optional[list[Path]],  # noqa: UP045
+        typer.Option(help="A file or block device of the card, once for each; instead of --databases."),
+    ] = None,
+    grace_ms: Annotated[
+        int, typer.Option(min=0, max=600_000, help="How long an evicted object can still be read.")
+    ] = GRACE_MS_DEFAULT,
+    io_threads: Annotated[int, typer.Option(min=1, max=IO_THREADS_MAX)] = IO_THREADS_DEFAULT,
+    slot_bytes: Annotated[int, typer.Option(help="Slot size of a new card.")] = SLOT_BYTES,
+    socket_dir: SocketDir = None,
+    allow_uid: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(min=0, help="Another user that may attach; once for each."),
+    ] = None,
+    socket_group: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A group whose members may reach the socket."),
+    ] = None,
+    linger_s: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(min=0, help="End so long after the last session [default: never]."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Serve a card until SIGTERM, SIGINT or `xkv gateway stop`; prints one line when it is ready."""
+    output = Output(json=as_json)
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    capacity_bytes = None if capacity is None else parse_size_bytes("--capacity", capacity)
+    options = GatewayOptions(
+        socket=sockets.socket_for_port(socket_dir or sockets.default_socket_dir(), port),
+        card=CardOptions(
+            folder=card,
+            capacity_bytes=capacity_bytes,
+            databases=tuple(database) if database else databases,
+            slot_bytes=slot_bytes,
+            grace_ms=grace_ms,
+            create=True,
+        ),
+        io_threads=io_threads,
+        linger_s=linger_s,
+        allow_uids=frozenset(allow_uid or ()),
+        socket_group=socket_group,
+    )
+    gateway = Gateway(options)
+    try:
+        status = gateway.open()
+        output.value({"ready": True, **status}, _ready_line(status))
+        gateway.run()
+    finally:
+        gateway.close()
+
+
+def _ready_line(status: Mapping[str, object]) -> str:
+    capacity_bytes = status["capacity_bytes"]
+    assert isinstance(capacity_bytes, int)
+    direct = "O_DIRECT" if status["direct"] else "without O_DIRECT (refused here: page cache, more copies)"
+    return (
+        f"xkv gateway ready: socket {status['socket']}, card {status['card']}, "
+        f"{format_size(capacity_bytes)}, {direct}, pid {status['pid']}"
+    )
+
+
+@gateway_app.command()
+def status(
+    port: Port = PORT_CUSTOMARY,
+    socket_dir: SocketDir = None,
+    card: CardFolder = None,
+    socket: SocketPath = None,
+    as_json: Json = False,
+) -> None:
+    """Show a running gateway's card, counters and sessions."""
+    with closing(Tool(_socket(port, socket_dir, card, socket))) as tool:
+        value = json.loads(tool.status())
+    Output(json=as_json).table(value, "gateway")
+
+
+@gateway_app.command()
+def stop(
+    port: Port = PORT_CUSTOMARY,
+    socket_dir: SocketDir = None,
+    card: CardFolder = None,
+    socket: SocketPath = None,
+    as_json: Json = False,
+) -> None:
+    """Make a running gateway finish what it has begun and end; returns when it has ended."""
+    with closing(Tool(_socket(port, socket_dir, card, socket))) as tool:
+        if not tool.stop():
+            raise UserError(f"the gateway (pid {tool.pid}) is still finishing its work; look again with `status`")
+        Output(json=as_json).value({"stopped": tool.pid}, f"gateway stopped (pid {tool.pid})")
+
+
+def _socket(port: int, socket_dir: Path | None, card: Path | None, socket: Path | None) -> Path:
+    """The socket that these options name: the path itself, the card's embedded gateway, or the port's."""
+    if socket is not None:
+        return socket
+    folder = socket_dir or sockets.default_socket_dir()
+    if card is not None:
+        return sockets.socket_for_card(folder, card)
+    return sockets.socket_for_port(folder, port)

@@ -1,0 +1,138 @@
+"""One client's connection at the gateway: its socket, its session, its unsent answers.
+
+Owns: sending and receiving of packets for one peer, the outbox and its bound, answers gathered in one round.
+Must not know: cards, engines' rules, what an action means.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from . import sockets, wire
+from .errors import PeerError
+from .session import GatewaySession, State
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Sequence
+
+    from .engines import Engine
+    from .geometry import Geometry
+    from .session import Actions
+    from .transfers import Party
+
+RECEIVES_PER_ROUND_MAX: Final = 16  # then the other connections have their turn
+HELLO_S_MAX: Final = 5.0  # a connection that says nothing holds a descriptor no longer than that
+CLOSE_S_MAX: Final = 2.0  # for the last answers to go out to a client that does not read
+
+
+class Connection:
+    """A connected peer. `number` is the session's, never given twice in a gateway's life."""
+
+    def __init__(self, connection: socket.socket, *, number: int, geometry: Geometry) -> None:
+        self.socket = connection
+        self.number = number
+        self.peer = sockets.peer_credentials(connection)
+        self.session = GatewaySession(geometry=geometry)
+        self.since_s = time.monotonic()
+        self.engine: Engine[Connection] | None = None
+        self.party: Party | None = None
+        self.left = False  # its queued work has been withdrawn
+        self.closing_since_s: float | None = None  # nothing touches its slots any more; only answers go out
+        self.interest = 0  # what the selector was told
+        self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._stored: dict[int, list[wire.StoredObject]] = {}
+        self._loaded: dict[int, list[wire.LoadedObject]] = {}
+
+    # --- what the transfers call -------------------------------------------------------------------------
+
+    def stored(self, put: int, answer: wire.StoredObject) -> None:
+        """Gather an answer until the end of the round."""
+        self._stored.setdefault(put, []).append(answer)
+
+    def loaded(self, get: int, answer: wire.LoadedObject) -> None:
+        """Gather an answer until the end of the round."""
+        self._loaded.setdefault(get, []).append(answer)
+
+    # --- what the loop calls -----------------------------------------------------------------------------
+
+    def take_answers(self) -> Actions:
+        """The actions of all answers gathered so far."""
+        actions: Actions = []
+        stored, self._stored = self._stored, {}
+        for put, answers in stored.items():
+            actions += self.session.stored(put, answers)
+        loaded, self._loaded = self._loaded, {}
+        for get, answers_of_get in loaded.items():
+            actions += self.session.loaded(get, answers_of_get)
+        return actions
+
+    def receive(self) -> sockets.Packet | None:
+        """The next packet; None at the end. BlockingIOError: nothing now. PeerError: not a packet of ours."""
+        return sockets.receive(self.socket)
+
+    def queue(self, message: wire.FromGateway, fds: Sequence[int] = ()) -> None:
+        """Send a message as soon as the peer has room for it."""
+        # Its own duplicates: the engine may be gone, and the numbers given to others, before they are sent.
+        self._outbox.append((wire.encode(message), tuple(os.dup(fd) for fd in fds)))
+
+    @property
+    def overflowing(self) -> bool:
+        """The peer does not read what it asked for."""
+        return len(self._outbox) > wire.OUTBOX_MESSAGES_MAX
+
+    def flush(self) -> bool:
+        """Send what the peer takes now; True when nothing is left."""
+        outbox = self._outbox
+        while outbox:
+            data, fds = outbox[0]
+            try:
+                if not sockets.send(self.socket, data, fds):
+                    return False
+            except OSError as error:
+                raise PeerError(f"cannot send: {error.strerror}") from error
+            outbox.popleft()
+            _close_all(fds)
+        return True
+
+    def forget_answers(self) -> None:
+        """The peer is gone: what it would have been told is of no use."""
+        while self._outbox:
+            _close_all(self._outbox.popleft()[1])
+
+    def hung_up(self) -> bool:
+        """Whether the peer has closed its end, read so far or not."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
+
+    def close(self) -> None:
+        """Close the socket and what would have been sent."""
+        self.forget_answers()
+        self.socket.close()
+
+    @property
+    def wants(self) -> int:
+        """The selector's events that matter now; 0 for none."""
+        reading = self.session.state not in (State.ENDING, State.CLOSED)
+        return (selectors.EVENT_READ if reading else 0) | (selectors.EVENT_WRITE if self._outbox else 0)
+
+    def silent_too_long(self, now_s: float) -> bool:
+        """Connected, but never said Hello."""
+        return self.session.state is State.NEW and now_s - self.since_s > HELLO_S_MAX
+
+    def may_close(self, now_s: float) -> bool:
+        """The session is over, and the last answers are out or not wanted."""
+        if self.closing_since_s is None:
+            return False
+        return not self._outbox or now_s - self.closing_since_s > CLOSE_S_MAX
+
+
+def _close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,330 @@
+"""The gateway's desk: carries out what sessions ask for, and decides who may attach.
+
+Owns: all connections, admission, the order in which a session's end gives things back.
+Must not know: how the loop waits, formats, the medium.
+
+A session ends in this order: its queued work is withdrawn; its running I/O ends; its place and, after the last
+one, its engine's ring are given up; its last answers go out; the socket is closed (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from . import session as actions_of
+from . import sockets, wire
+from .connections import Connection
+from .engines import Engines, Refusal, check_descriptor
+from .errors import PeerError
+from .session import State
+from .transfers import Party
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Collection
+
+    from .card import Card
+    from .session import Actions
+    from .transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+PARKED_S_MAX: Final = 4.0  # a Hello waits so long for the old session's last I/O; clients wait 5 s for an answer
+STATUS_SESSIONS_MAX: Final = 200  # sessions that a status lists; they and the counters fit one message
+STATUS_ENGINE_ID_CHARS_MAX: Final = 64  # of the engine id in that list
+
+
+class House(Protocol):
+    """What the desk asks of the gateway around it."""
+
+    def stop(self) -> None:
+        """Drain and end."""
+
+    def status_text(self) -> str:
+        """JSON: card, counters, sessions, versions; fits a message."""
+
+
+class Desk:
+    """All connections of one gateway. Everything here runs on the event loop's thread."""
+
+    def __init__(
+        self, *, card: Card, transfers: Transfers, allow_uids: Collection[int], boot_id: bytes, house: House
+    ) -> None:
+        self._card = card
+        self._transfers = transfers
+        self._allow_uids = allow_uids
+        self._boot_id = boot_id
+        self._house = house
+        self._table_fd = card.table.fd_read_only()
+        self._numbers = 0
+        self._parked: list[tuple[Connection, wire.Hello, tuple[int, ...], float]] = []
+        self.engines: Engines[Connection] = Engines(
+            slot_bytes=card.geometry.slot_bytes, fragment_bytes=card.geometry.fragment_bytes, boot_id=boot_id
+        )
+        self.connections: dict[int, Connection] = {}  # by descriptor
+        self.counters: Counter[str] = Counter()
+        self.draining = False
+
+    @property
+    def sessions(self) -> int:
+        """Attached sessions of engines (tools do not count: looking at a gateway does not keep it)."""
+        return sum(len(engine.sessions) for engine in self.engines)
+
+    # --- coming ------------------------------------------------------------------------------------------
+
+    def accept(self, accepted: socket.socket) -> None:
+        """A new connection."""
+        self._numbers += 1
+        connection = Connection(accepted, number=self._numbers, geometry=self._card.geometry)
+        self.connections[accepted.fileno()] = connection
+        session = connection.session
+        self.counters["connections"] += 1
+        if self.draining:
+            self.perform(connection, session.drain())
+        elif len(self.connections) > wire.SESSIONS_MAX:
+            self.counters["refused_sessions"] += 1
+            reason = f"this gateway has {wire.SESSIONS_MAX} sessions already"
+            self.perform(connection, session.refuse(wire.RefusedCode.SESSIONS, reason))
+        elif not sockets.is_trusted(connection.peer, self._allow_uids):
+            self.counters["refused_peer"] += 1
+            log.warning("refused uid %d (pid %d)", connection.peer.uid, connection.peer.pid)
+            reason = (
+                f"this gateway serves uid {os.geteuid()}, not uid {connection.peer.uid}; start it with "
+                f"--allow-uid {connection.peer.uid}"
+            )
+            self.perform(connection, session.refuse(wire.RefusedCode.PEER, reason))
+
+    def readable(self, connection: Connection, packets_max: int) -> None:
+        """Take in what the peer has sent, up to a number of packets."""
+        for _ in range(packets_max):
+            if connection.session.state in (State.ENDING, State.CLOSED):
+                return
+            try:
+                packet = connection.receive()
+            except BlockingIOError:
+                return
+            except PeerError as error:
+                self.perform(connection, connection.session.violate(str(error)))
+                return
+            if packet is None:
+                self._gone(connection)
+                return
+            actions = connection.session.receive(packet.data, len(packet.fds))
+            if not any(isinstance(action, actions_of.Admit) for action in actions):
+                packet.close()
+            self.perform(connection, actions, packet.fds)
+
+    def _gone(self, connection: Connection) -> None:
+        connection.forget_answers()
+        self.perform(connection, connection.session.disconnected())
+
+    # --- what sessions ask for ---------------------------------------------------------------------------
+
+    def perform(self, connection: Connection, actions: Actions, fds: tuple[int, ...] = ()) -> None:
+        """Carry out a session's actions, in order."""
+        session = connection.session
+        for action in actions:
+            match action:
+                case actions_of.Send(message):
+                    self._send(connection, message)
+                case actions_of.Admit(hello):
+                    self._admit(connection, hello, fds, time.monotonic() + PARKED_S_MAX)
+                case actions_of.StartPut():
+                    self._transfers.put(_party(connection), action, time.monotonic_ns())
+                case actions_of.StartGet():
+                    self._transfers.get(_party(connection), action, time.monotonic_ns())
+                case actions_of.CancelGet():
+                    self._transfers.cancel(_party(connection), action)
+                case actions_of.RecordTouch(tags):
+                    self._card.touch(tags)
+                case actions_of.RecordNamespace(published):
+                    self._publish(connection, published)
+                case actions_of.Close():
+                    self._closing(connection)
+                case _:
+                    self._answer(connection, action)
+        if session.state is State.ENDING and not connection.left:
+            connection.left = True
+            if connection.party is not None:
+                self._transfers.leave(connection.party)
+
+    def _send(self, connection: Connection, message: wire.FromGateway) -> None:
+        fds: tuple[int, ...] = ()
+        if isinstance(message, wire.Welcome) and connection.engine is not None:
+            fds = (connection.engine.ring.fd, connection.engine.control.fd, self._table_fd)
+        connection.queue(message, fds)
+
+    def _answer(self, connection: Connection, action: actions_of.Action) -> None:
+        session = connection.session
+        match action:
+            case actions_of.ReportNamespaces(ask):
+                engine = connection.engine
+                published = list(engine.namespaces.values()) if engine is not None else []
+                for message in wire.split_namespaces(ask, published):
+                    self.perform(connection, session.reply(message))
+            case actions_of.ReportStatus(ask):
+                self.perform(connection, session.reply(wire.Status(ask, self._house.status_text())))
+            case actions_of.StopGateway(ask):
+                if sockets.is_trusted(connection.peer):
+                    self.perform(connection, session.reply(wire.Done(ask, "draining")))
+                    self._house.stop()
+                else:
+                    self.perform(connection, session.violate("only the gateway's own user may stop it"))
+            case _:
+                raise AssertionError(f"nobody carries out {action}")
+
+    def _publish(self, connection: Connection, published: wire.RankNamespace) -> None:
+        engine = connection.engine
+        assert engine is not None, "only ranks publish, and they have an engine"
+        try:
+            check_descriptor(published.descriptor)
+        except PeerError as error:
+            self.perform(connection, connection.session.violate(str(error)))
+            return
+        engine.namespaces[published.rank] = published
+        self._card.put_namespace(published.namespace, published.descriptor)
+
+    # --- admission ---------------------------------------------------------------------------------------
+
+    def _admit(self, connection: Connection, hello: wire.Hello, fds: tuple[int, ...], until_s: float) -> None:
+        if hello.role is wire.Role.TOOL:
+            self.perform(connection, connection.session.admit(self._welcome(connection, None)))
+            return
+        holder = self.engines.holder(hello)
+        if holder is not None and self._leaving(holder) and time.monotonic() < until_s:
+            self._parked.append((connection, hello, fds, until_s))
+            return
+        try:
+            engine = self.engines.attach(hello, fds, connection)
+        except Refusal as refusal:
+            self.counters[f"refused_{refusal.code.value}"] += 1
+            self.perform(connection, connection.session.refuse(refusal.code, refusal.reason))
+            return
+        connection.engine = engine
+        connection.party = Party(engine.ring, connection)
+        if len(engine.sessions) == 1:
+            log.info("engine %s attaches (pid %d)", hello.engine_id, hello.pid)
+        self.perform(connection, connection.session.admit(self._welcome(connection, hello)))
+
+    def _leaving(self, holder: Connection) -> bool:
+        """Whether the holder of a place is about to give it up; its end is taken in here if it just came."""
+        if holder.session.state is not State.ENDING and holder.hung_up():
+            self._gone(holder)
+        return holder.session.state is State.ENDING
+
+    def _try_parked(self) -> None:
+        parked, self._parked = self._parked, []
+        for connection, hello, fds, until_s in parked:
+            if connection.session.state is State.ADMITTING:
+                self._admit(connection, hello, fds, until_s)
+            else:
+                for fd in fds:
+                    os.close(fd)
+
+    def _welcome(self, connection: Connection, hello: wire.Hello | None) -> wire.Welcome:
+        engine = connection.engine
+        store_region = load_region = wire.SlotRange(0, 0)
+        if engine is not None and hello is not None and hello.role is wire.Role.RANK:
+            mine = engine.regions[hello.rank]
+            store_region = wire.SlotRange(mine.first, mine.store_slots)
+            load_region = wire.SlotRange(mine.load_first, mine.load_slots)
+        return wire.Welcome(
+            version=wire.PROTOCOL_VERSION,
+            session=connection.number,
+            boot_id=self._boot_id,
+            card_uuid=self._card.uuid,
+            epoch=engine.control.epoch if engine is not None else 0,
+            slot_bytes=self._card.geometry.slot_bytes,
+            ring_slots=engine.ring.slots if engine is not None else 0,
+            store_region=store_region,
+            load_region=load_region,
+            heartbeat_ms=wire.HEARTBEAT_MS,
+        )
+
+    # --- going -------------------------------------------------------------------------------------------
+
+    def _closing(self, connection: Connection) -> None:
+        """Nothing touches the session's slots any more: its place is free, its last answers may go out."""
+        connection.closing_since_s = time.monotonic()
+        engine, hello = connection.engine, connection.session.hello
+        if engine is not None and hello is not None:
+            connection.engine = None
+            self.engines.detach(engine, hello.role, hello.rank)
+
+    def drain(self) -> None:
+        """No new sessions, no new work."""
+        self.draining = True
+        self.engines.set_draining()
+        for connection in list(self.connections.values()):
+            self.perform(connection, connection.session.drain())
+
+    def end_round(self) -> list[Connection]:
+        """Send what the round has brought; returns the connections that are to be closed now."""
+        if self._parked:
+            self._try_parked()
+        now_s = time.monotonic()
+        over: list[Connection] = []
+        for connection in self.connections.values():
+            self.perform(connection, connection.take_answers())
+            try:
+                connection.flush()
+            except PeerError:
+                self._gone(connection)
+            if connection.overflowing:
+                self.counters["sessions_not_reading"] += 1
+                self._gone(connection)
+            if connection.silent_too_long(now_s):
+                self._gone(connection)
+            if connection.may_close(now_s):
+                over.append(connection)
+        return over
+
+    def forget(self, connection: Connection) -> None:
+        """Close its socket; the selector must not know it any more."""
+        del self.connections[connection.socket.fileno()]
+        connection.close()
+
+    def close(self) -> None:
+        """Close every socket and every ring, whatever is under way (the I/O threads have ended)."""
+        for connection in list(self.connections.values()):
+            self._closing(connection)
+            self.forget(connection)
+        for _, _, fds, _ in self._parked:
+            for fd in fds:
+                os.close(fd)
+        self._parked.clear()
+        os.close(self._table_fd)
+
+    # --- status ------------------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """Counters and the sessions, as many as a message holds."""
+        attached = [c for c in self.connections.values() if c.session.hello is not None]
+        return {
+            "engines": len(self.engines),
+            "sessions_total": len(attached),
+            "sessions": [_session_status(connection) for connection in attached[:STATUS_SESSIONS_MAX]],
+            "counters": {**self.counters, **self._transfers.counters},
+        }
+
+
+def _party(connection: Connection) -> Party:
+    assert connection.party is not None, "only ranks put and get, and they have a ring"
+    return connection.party
+
+
+def _session_status(connection: Connection) -> dict[str, Any]:
+    hello = connection.session.hello
+    assert hello is not None
+    return {
+        "session": connection.number,
+        "engine": hello.engine_id[:STATUS_ENGINE_ID_CHARS_MAX],
+        "role": hello.role.value,
+        "rank": hello.rank,
+        "pid": connection.peer.pid,
+        "in_flight": connection.session.in_flight,
+    }

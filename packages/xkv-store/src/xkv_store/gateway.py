@@ -1,0 +1,334 @@
+"""The gateway: one event loop that owns all state, a pool for I/O, one thread for commits.
+
+Owns: the loop, the order of opening and ending, the heartbeat, signals, the drain and the linger.
+Must not know: formats, the index, what a session may say (`session`), who may attach (`desk`).
+
+Sockets, finished I/O, finished commits and the wish to stop wake one selector; the loop never waits for a medium.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import selectors
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from . import __version__
+from .card import Card, CardOptions, CommitBatch
+from .committer import Committer
+from .connections import RECEIVES_PER_ROUND_MAX, Connection
+from .desk import Desk
+from .io_pool import IO_THREADS_DEFAULT, IoPool
+from .sockets import Listener
+from .testing.points import reached
+from .transfers import Transfers
+from .wire import HEARTBEAT_MS, PROTOCOL_VERSION, bounded_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import FrameType
+
+log = logging.getLogger(__name__)
+
+GRACE_MS_DEFAULT: Final = 5_000
+LINGER_S_DEFAULT: Final = 60.0
+DRAIN_S_MAX: Final = 10.0  # what is in flight ends within this, or is withdrawn where it has not begun
+DRAIN_WITHDRAWN_S_MAX: Final = 5.0  # what has begun gets so much more; then the process ends without it
+COMMIT_RETRY_NS: Final = 1_000_000_000  # after a failed commit (a full file system): no endless attempts
+TICK_NS_MIN: Final = 1_000_000  # a card that always wants its tick does not make the loop spin
+ACCEPTS_PER_ROUND_MAX: Final = 16  # then those who are attached have their turn
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+HEARTBEAT_NS: Final = HEARTBEAT_MS * 1_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """How a gateway serves. `linger_s`: end so long after the last session; None: stay until told."""
+
+    socket: Path
+    card: CardOptions
+    io_threads: int = IO_THREADS_DEFAULT
+    linger_s: float | None = None
+    allow_uids: frozenset[int] = frozenset()
+    socket_group: str | None = None
+
+
+class Gateway:
+    """One card, one socket. `open`, then `run` until it is told to stop, then `close` (also after errors)."""
+
+    def __init__(self, options: GatewayOptions) -> None:
+        self._options = options
+        self._stop_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop_wanted = False
+        self._started_s = time.monotonic()
+        self._listener: Listener | None = None
+        self._card: Card | None = None
+        self._loop: _Loop | None = None
+
+    def open(self, *, card_first: bool = False) -> dict[str, Any]:
+        """Take the socket and the card; returns what there is to say about them. Raises UserError, MediumError.
+
+        `card_first`: the card's lock decides who serves (embedded), else the socket's does (a port's gateway
+        that cannot have its port leaves no card behind). Clients may connect from here on.
+        """
+        _raise_descriptor_limit()
+        options = self._options
+        if not card_first:
+            self._listener = self._listen()
+        self._card = Card.open(options.card)
+        if self._listener is None:
+            self._listener = self._listen()
+        self._loop = _Loop(self, options, self._listener, self._card)
+        return self.facts()
+
+    def _listen(self) -> Listener:
+        options = self._options
+        return Listener.open(options.socket, group=options.socket_group, shared=bool(options.allow_uids))
+
+    def run(self) -> None:
+        """Serve until `stop`, a signal, a tool's Stop or the linger; then finish what is in flight."""
+        assert self._loop is not None, "open() comes first"
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        former = {number: signal.signal(number, self._on_signal) for number in _SIGNALS} if in_main_thread else {}
+        try:
+            self._loop.run(self._stop_fd)
+        finally:
+            for number, handler in former.items():
+                signal.signal(number, handler)
+
+    def stop(self) -> None:
+        """Drain and end. Any thread, or a signal handler, may call this."""
+        self._stop_wanted = True
+        os.eventfd_write(self._stop_fd, 1)
+
+    @property
+    def stop_wanted(self) -> bool:
+        """Whether somebody wants the end."""
+        return self._stop_wanted
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        log.info("signal %s: draining", signal.Signals(number).name)
+        self.stop()
+
+    def facts(self) -> dict[str, Any]:
+        """What does not change in this life, and the card."""
+        assert self._card is not None
+        return {
+            "socket": str(self._options.socket),
+            "card": str(self._options.card.folder),
+            "card_uuid": self._card.uuid.hex(),
+            "boot_id": self._card.boot_id.hex(),
+            "pid": os.getpid(),
+            "version": __version__,
+            "protocol": PROTOCOL_VERSION,
+            **self._card.status(),
+        }
+
+    def status_text(self) -> str:
+        """JSON: card, counters, sessions, versions; fits a message."""
+        assert self._loop is not None
+        status = self.facts()
+        status["uptime_s"] = round(time.monotonic() - self._started_s, 1)
+        status |= self._loop.status()
+        return bounded_text(json.dumps(status))
+
+    def close(self) -> None:
+        """Close the card, then give the socket up. Idempotent; also after an `open` that failed."""
+        loop, self._loop = self._loop, None
+        quiet = loop.close() if loop is not None else True
+        card, self._card = self._card, None
+        if card is not None and quiet:
+            card.close()  # where a thread hangs in the card, the next start recovers as after a kill
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+        if self._stop_fd >= 0:
+            os.close(self._stop_fd)
+            self._stop_fd = -1
+
+
+class _Loop:
+    """The event loop of an open gateway."""
+
+    def __init__(self, gateway: Gateway, options: GatewayOptions, listener: Listener, card: Card) -> None:
+        self._gateway = gateway
+        self._linger_s = options.linger_s
+        self._listener = listener
+        self._card = card
+        self._pool = IoPool(options.io_threads)
+        self._committer: Committer[CommitBatch] = Committer(self._commit)
+        self._transfers = Transfers(card, self._pool)
+        self._desk = Desk(
+            card=card,
+            transfers=self._transfers,
+            allow_uids=options.allow_uids,
+            boot_id=card.boot_id,
+            house=gateway,
+        )
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener.socket, selectors.EVENT_READ, listener)
+        self._selector.register(self._pool, selectors.EVENT_READ, self._pool)
+        self._selector.register(self._committer, selectors.EVENT_READ, self._committer)
+        self._listening = True
+        self._next_beat_ns = 0
+        self._commit_after_ns = 0
+        self._next_tick_ns = 0
+        self._drain_since_s: float | None = None
+        self._withdrawn = False
+        self._empty_since_s = time.monotonic()
+
+    def run(self, stop_fd: int) -> None:
+        """Rounds until the drain is over."""
+        self._selector.register(stop_fd, selectors.EVENT_READ, None)
+        try:
+            while not self._drained():
+                self._round()
+        finally:
+            self._selector.unregister(stop_fd)
+
+    def status(self) -> dict[str, Any]:
+        """The desk's view."""
+        return {**self._desk.status(), "draining": self._desk.draining}
+
+    def close(self) -> bool:
+        """End the threads; False when one hangs in an I/O call and the card must be left as it is."""
+        committed = self._committer.close()
+        moved = self._pool.close()
+        if committed and moved:
+            self._desk.close()
+        else:
+            log.error("an I/O call does not return; ending without it")
+        self._selector.close()
+        return committed and moved
+
+    # --- one round ---------------------------------------------------------------------------------------
+
+    def _round(self) -> None:
+        events = self._selector.select(self._timeout_s())
+        for key, mask in events:
+            if isinstance(key.data, Connection):
+                if mask & selectors.EVENT_READ:
+                    self._desk.readable(key.data, RECEIVES_PER_ROUND_MAX)
+            elif key.data is self._listener:
+                self._accept()
+            elif key.data is None:
+                os.eventfd_read(key.fd)  # somebody wants the end; looked at below
+        self._transfers.take_finished()
+        self._commits()
+        now_ns = time.monotonic_ns()
+        if now_ns >= self._next_beat_ns:
+            self._beat(now_ns)
+        if now_ns >= self._next_tick_ns:
+            wish_ns = self._card.tick(now_ns)
+            self._next_tick_ns = now_ns + min(max(wish_ns or HEARTBEAT_NS, TICK_NS_MIN), HEARTBEAT_NS)
+        self._begin_commit(now_ns)
+        for connection in self._desk.end_round():
+            if connection.interest:
+                self._selector.unregister(connection.socket)
+            self._desk.forget(connection)
+        self._watch()
+        self._end_when_wanted()
+
+    def _timeout_s(self) -> float:
+        """Until the next beat, or until the card wants its tick."""
+        return max(0.0, (min(self._next_beat_ns, self._next_tick_ns) - time.monotonic_ns()) / 1e9)
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_ROUND_MAX):
+            try:
+                accepted = self._listener.accept()
+            except OSError as error:
+                # No descriptors, no memory: those who wait are taken up at a later beat.
+                log.warning("cannot accept a connection: %s", error.strerror)
+                self._selector.unregister(self._listener.socket)
+                self._listening = False
+                return
+            if accepted is None:
+                return
+            self._desk.accept(accepted)
+
+    def _beat(self, now_ns: int) -> None:
+        self._next_beat_ns = now_ns + HEARTBEAT_NS
+        self._desk.engines.beat(now_ns)
+        if not self._listening:
+            self._selector.register(self._listener.socket, selectors.EVENT_READ, self._listener)
+            self._listening = True
+
+    def _watch(self) -> None:
+        """Tell the selector what matters now of each connection."""
+        for connection in self._desk.connections.values():
+            wanted = connection.wants
+            if wanted == connection.interest:
+                continue
+            if not connection.interest:
+                self._selector.register(connection.socket, wanted, connection)
+            elif not wanted:
+                self._selector.unregister(connection.socket)
+            else:
+                self._selector.modify(connection.socket, wanted, connection)
+            connection.interest = wanted
+
+    # --- commits -----------------------------------------------------------------------------------------
+
+    def _commit(self, batch: CommitBatch) -> None:
+        """On the committer's thread."""
+        reached("put.before_commit")
+        self._card.commit_batch(batch)
+        reached("put.committed")
+
+    def _commits(self) -> None:
+        ended = self._committer.ended()
+        if ended is None:
+            return
+        batch, error = ended
+        if error is None:
+            self._transfers.confirmed(self._card.confirmed(batch))
+            return
+        log.error("the index was not committed: %s", error)
+        self._commit_after_ns = time.monotonic_ns() + COMMIT_RETRY_NS
+        self._transfers.commit_failed(self._card.commit_failed(batch))
+
+    def _begin_commit(self, now_ns: int) -> None:
+        if self._committer.idle and now_ns >= self._commit_after_ns:
+            batch = self._card.take_commit_batch()
+            if batch is not None:
+                self._committer.begin(batch)
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def _end_when_wanted(self) -> None:
+        now_s = time.monotonic()
+        if self._desk.sessions:
+            self._empty_since_s = now_s
+        elif self._linger_s is not None and now_s - self._empty_since_s >= self._linger_s:
+            self._gateway.stop()
+        if self._gateway.stop_wanted and self._drain_since_s is None:
+            self._drain_since_s = now_s
+            self._next_beat_ns = 0
+            self._desk.drain()
+
+    def _drained(self) -> bool:
+        """Whether nothing is in flight any more, or the bound of waiting for it is over."""
+        if self._drain_since_s is None:
+            return False
+        waited_s = time.monotonic() - self._drain_since_s
+        if waited_s > DRAIN_S_MAX and not self._withdrawn:
+            self._withdrawn = True
+            self._transfers.withdraw_all()
+        if waited_s > DRAIN_S_MAX + DRAIN_WITHDRAWN_S_MAX:
+            log.error("%d objects still in flight; ending without them", self._transfers.in_flight)
+            return True
+        return not self._transfers.in_flight and self._committer.idle and not self._desk.connections
+
+
+def _raise_descriptor_limit() -> None:
+    """Sessions and rings cost descriptors, and the customary soft limit of 1,024 is for programs with select()."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

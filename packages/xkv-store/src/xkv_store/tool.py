@@ -1,0 +1,115 @@
+"""A tool's session with a gateway: one question, one answer, no threads, no ring.
+
+Owns: the short blocking conversation that commands need, and its bounds.
+Must not know: engines, rings, what a command prints.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+import uuid
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from . import sockets, wire
+from .errors import PeerError, UserError
+
+if TYPE_CHECKING:
+    import socket
+    from pathlib import Path
+
+Answer = TypeVar("Answer", bound=wire.FromGateway)
+
+ANSWER_S_MAX: Final = 10.0  # a gateway that opens a card of a million entries answers within five seconds
+END_S_MAX: Final = 60.0  # the drain's bound, the last commit and the card's sync, with room
+
+
+class Tool:
+    """An attached tool; close it (`contextlib.closing`)."""
+
+    def __init__(self, path: Path) -> None:
+        """Attach; raises UserError where no gateway answers or it refuses."""
+        self._path = path
+        self._asked = 0
+        connection = sockets.connect(path) if path.parent.is_dir() else None
+        if connection is None:
+            raise UserError(
+                f"no gateway answers on {path}; start one with `xkv gateway run`, or name the right one with "
+                "--port, --socket-dir, --card or --socket"
+            )
+        self._connection = connection
+        try:
+            self.pid = sockets.peer_credentials(connection).pid
+            hello = wire.Hello(
+                version=wire.PROTOCOL_VERSION,
+                engine_id=f"tool-{uuid.uuid4().hex}",
+                role=wire.Role.TOOL,
+                rank=0,
+                world_size=1,
+                ring_bytes=0,
+                load_reserve_bytes=0,
+                fragment_bytes=0,
+                pid=os.getpid(),
+            )
+            self._send(hello)
+            self._await(wire.Welcome)
+        except BaseException:
+            connection.close()
+            raise
+
+    def status(self) -> str:
+        """The gateway's status, JSON text."""
+        self._asked += 1
+        self._send(wire.AskStatus(self._asked))
+        return self._await(wire.Status).text
+
+    def stop(self) -> bool:
+        """Make the gateway drain and end; True when its process has ended, False when the bound came first."""
+        try:
+            process = os.pidfd_open(self.pid)
+        except OSError:
+            process = None  # in another pid namespace: the connection's end has to do
+        try:
+            self._asked += 1
+            self._send(wire.Stop(self._asked))
+            self._await(wire.Done)
+            watched = self._connection if process is None else process
+            readable, _, _ = select.select([watched], [], [], END_S_MAX)
+            return bool(readable)
+        finally:
+            if process is not None:
+                os.close(process)
+
+    def close(self) -> None:
+        """End the session."""
+        self._connection.close()
+
+    def _send(self, message: wire.FromClient) -> None:
+        if not sockets.send(self._connection, wire.encode(message)):
+            raise UserError(f"the gateway on {self._path} does not take messages; see its log")
+
+    def _await(self, kind: type[Answer]) -> Answer:
+        deadline = time.monotonic() + ANSWER_S_MAX
+        while (left_s := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([self._connection], [], [], left_s)
+            if not readable:
+                break
+            message = self._receive(self._connection)
+            if isinstance(message, kind):
+                return message
+            if isinstance(message, wire.Refused):
+                raise UserError(f"the gateway on {self._path} refuses: {message.reason}")
+        raise UserError(
+            f"the gateway on {self._path} (pid {self.pid}) does not answer within {ANSWER_S_MAX:.0f} s; see its log"
+        )
+
+    def _receive(self, connection: socket.socket) -> wire.FromGateway:
+        packet = sockets.receive(connection)
+        if packet is None:
+            raise UserError(f"the gateway on {self._path} has closed the connection; see its log")
+        packet.close()  # a tool gets no descriptors that it would use
+        try:
+            return wire.decode_from_gateway(packet.data)
+        except PeerError as error:
+            raise UserError(f"what listens on {self._path} is no xkv gateway of this version: {error}") from error
