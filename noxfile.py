@@ -143,9 +143,9 @@ def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str) -
         lines = folder / "engine.txt"
         lines.write_text(engine + "\n")
         run(*install, "--no-deps", "--require-hashes", "--requirements", str(lines))
-    # Built by the pinned hatchling that stands in every requirement file: nothing is fetched here.
+    # Built anew by the pinned hatchling that stands in every requirement file: nothing is fetched here.
     editable = [part for package in PACKAGES for part in ("--editable", str(ROOT / package))]
-    run(*install, "--no-deps", "--no-build-isolation", *editable)
+    run(*install, "--no-cache", "--no-deps", "--no-build-isolation", *editable)
 
 
 def _dev(session: nox.Session) -> str:
