@@ -187,6 +187,11 @@ class ClientSession:
         self._asks.add(self._number(number))
         return Stop(number)
 
+    @property
+    def outstanding(self) -> bool:
+        """Whether the gateway holds slots of this connection."""
+        return bool(self._puts or self._gets)
+
     # --- from the gateway --------------------------------------------------------------------------------
 
     def receive(self, data: bytes, descriptors: int = 0) -> ClientAction:
@@ -228,9 +233,7 @@ class ClientSession:
             raise PeerError(f"Welcome of version {welcome.version}, not {PROTOCOL_VERSION}")
         if self.hello.role is not Role.TOOL:
             if welcome.slot_bytes != self.hello.fragment_bytes + HEADER_BYTES:
-                raise PeerError(
-                    f"slots of {welcome.slot_bytes} bytes for fragments of {self.hello.fragment_bytes}"
-                )
+                raise PeerError(f"slots of {welcome.slot_bytes} bytes for fragments of {self.hello.fragment_bytes}")
             if not _are_apart(welcome.store_region, welcome.load_region, welcome.ring_slots):
                 raise PeerError(
                     f"regions {welcome.store_region} and {welcome.load_region} in {welcome.ring_slots} slots"
