@@ -99,10 +99,19 @@ def _uv(session: nox.Session) -> str:
     return str(Path(str(folder).strip()) / "bin" / "uv")
 
 
+# What is set for pip holds for uv as well.
+PIP_TO_UV = {
+    "PIP_FIND_LINKS": "UV_FIND_LINKS",
+    "PIP_CERT": "SSL_CERT_FILE",
+    "PIP_DEFAULT_TIMEOUT": "UV_HTTP_TIMEOUT",
+}
+
+
 def _uv_env() -> dict[str, str | None]:
     env: dict[str, str | None] = {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1", "VIRTUAL_ENV": None}
-    if "PIP_FIND_LINKS" in os.environ and "UV_FIND_LINKS" not in os.environ:
-        env["UV_FIND_LINKS"] = ",".join(os.environ["PIP_FIND_LINKS"].split())
+    for pip_name, uv_name in PIP_TO_UV.items():
+        if pip_name in os.environ and uv_name not in os.environ:
+            env[uv_name] = ",".join(os.environ[pip_name].split())
     return env
 
 
