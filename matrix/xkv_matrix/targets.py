@@ -1,0 +1,146 @@
+"""The rows of ``targets.toml``: the releases that the product is judged on.
+
+Owns: the row's format, and one clear line for whatever is wrong with a row.
+Must not know: wheels, environments and checks.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .findings import MatrixError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["STATUSES", "TARGETS_FILE", "CannotRun", "Target", "find_target", "load_targets"]
+
+TARGETS_FILE = Path(__file__).resolve().parents[1] / "targets.toml"
+STATUSES = ("supported", "followed")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_WHEEL = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.!+]+(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
+
+
+@dataclass(frozen=True)
+class CannotRun:
+    """A model shape that a release's engine cannot run on a CPU, with its own words for it."""
+
+    shape: str
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One release.
+
+    ``status``: supported rows block a release of the product, followed rows are reported. ``sha256`` is
+    the wheel's. ``torch``: the version that the wheel is compiled against. ``imports``: modules that must
+    be importable once it is installed. ``lacks``: features expected to be absent, by the names of the
+    compat package's table. ``requirements``: file with the release's other requirements, relative to this
+    folder; empty for a release whose engine is not run. ``engine``: False where only sources are judged.
+    """
+
+    release: str
+    status: str
+    package: str
+    version: str
+    wheel: str
+    sha256: str
+    torch: str
+    requirements: str = ""
+    engine: bool = True
+    imports: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
+    cannot_run: tuple[CannotRun, ...] = field(default=())
+
+
+def _bad(where: str, text: str) -> MatrixError:
+    return MatrixError(f"{where}: {text}")
+
+
+def _texts(where: str, name: str, value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _bad(where, f"{name} must be a list of strings, not {value!r}")
+    if len(set(value)) != len(value):
+        raise _bad(where, f"{name} names something twice")
+    return tuple(value)
+
+
+def _cannot_run(where: str, value: Any) -> tuple[CannotRun, ...]:
+    wanted = {"shape", "error"}
+    if not isinstance(value, list) or not all(isinstance(item, dict) and set(item) == wanted for item in value):
+        raise _bad(where, "cannot_run must be tables with exactly shape and error")
+    return tuple(CannotRun(shape=str(item["shape"]), error=str(item["error"])) for item in value)
+
+
+def _row(where: str, row: Any) -> Target:
+    if not isinstance(row, dict):
+        raise _bad(where, "a target must be a table ([[target]])")
+    known = {item.name: item for item in fields(Target)}
+    release = row.get("release")
+    where = f"{where} ({release})" if isinstance(release, str) else where
+    if unknown := sorted(set(row) - set(known)):
+        raise _bad(where, f"unknown key {unknown[0]!r}; known are {', '.join(known)}")
+    needed = [
+        name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING
+    ]
+    if missing := [name for name in needed if name not in row]:
+        raise _bad(where, f"{', '.join(missing)} missing")
+    values: dict[str, Any] = dict(row)
+    for name in ("imports", "lacks"):
+        values[name] = _texts(where, name, row.get(name, []))
+    values["cannot_run"] = _cannot_run(where, row.get("cannot_run", []))
+    if not isinstance(row.get("engine", True), bool):
+        raise _bad(where, f"engine must be true or false, not {row['engine']!r}")
+    for name in (*needed, "requirements"):
+        if not isinstance(values.get(name, ""), str):
+            raise _bad(where, f"{name} must be a string, not {values[name]!r}")
+    return _checked(where, Target(**values))
+
+
+def _checked(where: str, target: Target) -> Target:
+    if target.status not in STATUSES:
+        raise _bad(where, f"status {target.status!r} is none of {', '.join(STATUSES)}")
+    if not _SHA256.fullmatch(target.sha256):
+        raise _bad(where, "sha256 must be 64 lower-case hexadecimal digits")
+    if not _WHEEL.fullmatch(target.wheel):
+        raise _bad(where, f"wheel {target.wheel!r} is no wheel's file name")
+    if f"-{target.version}-" not in target.wheel:
+        raise _bad(where, f"wheel {target.wheel!r} is not of version {target.version}")
+    if target.status == "supported" and not target.requirements:
+        raise _bad(where, "a supported row needs requirements")
+    return target
+
+
+def load_targets(path: Path = TARGETS_FILE) -> tuple[Target, ...]:
+    """Every row, in the file's order; MatrixError with one line for the first thing that is wrong."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MatrixError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise MatrixError(f"{path}: {error}") from error
+    rows = data.get("target")
+    if set(data) != {"target"} or not isinstance(rows, list) or not rows:
+        raise MatrixError(f"{path}: there must be [[target]] tables and nothing else")
+    targets = tuple(_row(f"{path}: target {index}", row) for index, row in enumerate(rows, start=1))
+    releases = [target.release for target in targets]
+    for release in releases:
+        if releases.count(release) > 1:
+            raise MatrixError(f"{path}: release {release} stands there twice")
+    return targets
+
+
+def find_target(release: str, path: Path = TARGETS_FILE) -> Target:
+    """The row of a release; MatrixError that lists the rows there are."""
+    targets = load_targets(path)
+    for target in targets:
+        if target.release == release:
+            return target
+    raise MatrixError(f"no target {release!r}; there are {', '.join(target.release for target in targets)}")

@@ -1,0 +1,126 @@
+"""The releases' wheels: fetched by name, checked by hash, and unpacked as far as their Python sources go.
+
+Owns: the folder of wheels and the trees unpacked beside them. Must not know: what is read from the trees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
+
+from .findings import MatrixError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from .targets import Target
+
+__all__ = ["FOLDER_VARIABLE", "fetch", "pip_download", "unpack", "wheels_folder"]
+
+FOLDER_VARIABLE = "XKV_WHEELS"
+FETCH_SECONDS_MAX = 900  # the largest wheel is some 340 MB; a slow line still gets it in this time
+_READ_BYTES = 1 << 20
+_DONE = "complete"
+
+
+def wheels_folder() -> Path:
+    """Where wheels lie: the folder that XKV_WHEELS names, else ``.xkv/wheels`` of the repository."""
+    named = os.environ.get(FOLDER_VARIABLE)
+    return Path(named) if named else Path(__file__).resolve().parents[2] / ".xkv" / "wheels"
+
+
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def _pip() -> list[str]:
+    """The command that runs a pip: this interpreter's, or one on the path, or the one that uv brings."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    for name in ("pip", "pip3"):
+        if found := shutil.which(name):
+            return [found]
+    if found := shutil.which("uv"):
+        return [found, "tool", "run", "pip"]
+    raise MatrixError("neither pip nor uv is there to fetch a wheel; install one, or put the wheel into the folder")
+
+
+def pip_download(target: Target, folder: Path) -> None:
+    """Fetch the target's wheel into a folder by pip, whatever Python runs this; MatrixError when that fails."""
+    tag, abi, platform = target.wheel.removesuffix(".whl").rsplit("-", 3)[1:]
+    command = [
+        *_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder),
+        "--python-version", "3.11", "--implementation", tag[:2], "--abi", abi,
+        *(part for name in platform.split(".") for part in ("--platform", name)),
+        f"{target.package}=={target.version}",
+    ]  # fmt: skip
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_SECONDS_MAX, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise MatrixError(f"{target.wheel}: not fetched within {FETCH_SECONDS_MAX} s") from error
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise MatrixError(f"{target.wheel}: cannot be fetched: {' '.join(errors or done.stderr.splitlines()[-1:])}")
+
+
+def fetch(target: Target, download: Callable[[Target, Path], None] = pip_download) -> Path:
+    """The target's wheel, fetched where it is not there yet, its hash checked either way."""
+    folder = wheels_folder()
+    path = folder / target.wheel
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as fresh:
+            download(target, Path(fresh))
+            fetched = Path(fresh) / target.wheel
+            if not fetched.is_file():
+                names = ", ".join(sorted(item.name for item in Path(fresh).iterdir())) or "nothing"
+                raise MatrixError(f"{target.wheel}: the index gave {names} instead")
+            fetched.replace(path)
+    digest = _digest(path)
+    if digest != target.sha256:
+        raise MatrixError(f"{path}: its sha256 is {digest}, the row of {target.release} says {target.sha256}")
+    return path
+
+
+def _python_members(archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
+    return [
+        member
+        for member in archive.infolist()
+        if member.filename.endswith(".py")
+        and member.filename.startswith("vllm/")
+        and ".." not in PurePosixPath(member.filename).parts
+    ]
+
+
+def unpack(wheel: Path, sha256: str) -> Path:
+    """The folder that holds the wheel's ``vllm/**/*.py``, unpacked beside it the first time."""
+    tree = wheel.parent / f"{wheel.name.split('-', 2)[1]}-{sha256[:12]}"
+    if (tree / _DONE).is_file():
+        return tree
+    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+        fresh = Path(folder) / "tree"
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                members = _python_members(archive)
+                archive.extractall(fresh, members)
+        except (zipfile.BadZipFile, OSError) as error:
+            raise MatrixError(f"{wheel}: not a wheel that can be unpacked: {error}") from error
+        if not members:
+            raise MatrixError(f"{wheel}: there is no vllm in it")
+        (fresh / _DONE).touch()
+        if tree.is_dir():
+            shutil.rmtree(tree)
+        fresh.replace(tree)
+    return tree
