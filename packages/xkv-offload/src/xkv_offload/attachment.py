@@ -7,9 +7,8 @@ Must not know: vLLM, keys, jobs.
 
 from collections.abc import Sequence
 
-from xkv_store.client import Attachment, Client
-
 from xkv_compat.vllm_symbols import ConfigView
+from xkv_store.client import Attachment, Client
 from xkv_store.control import ControlPage, DenialReader
 from xkv_store.embedded import EmbeddedCard
 from xkv_store.geometry import HEADER_BYTES

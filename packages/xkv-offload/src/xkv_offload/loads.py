@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xkv_store.client import GetObject
-
 from xkv_store.key import ObjectKey
 from xkv_store.wire import LoadedObject, LoadStatus
 
@@ -28,12 +27,15 @@ from .transfer import XkvTransferSpec
 
 @dataclass(slots=True)
 class _Fetch:
-    """One object of a load, from its submission to its last byte."""
+    """One object of a load, from its submission to its last byte.
+
+    `base`: the sub-block that the object's bytes are taken to begin with (see `Loads._base`).
+    """
 
     job: Job
     part: ChunkPart
     key: ObjectKey
-    fragments: range
+    base: int
     slots: list[int] = field(default_factory=list)
     settled: bool = False
 
@@ -51,14 +53,9 @@ class Loads:
 
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
         """Fetch the objects of `parts` in order, as the load region has room."""
+        object_key = self._context.object_key
         fetches = [
-            _Fetch(
-                job,
-                part,
-                self._context.object_key(spec.namespace, spec.keys[part.key]),
-                self._fragments(part),
-            )
-            for part in parts
+            _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part)) for part in parts
         ]
         with self._lock:
             self._open[job.job_id] = fetches
@@ -81,14 +78,27 @@ class Loads:
             for fetch in self._open.get(job.job_id, ()):
                 self._fail(fetch)
 
-    def _fragments(self, part: ChunkPart) -> range:
-        """The fragments to read: all where the object may be a lone last block, whose bytes begin elsewhere."""
-        layout = self._context.layouts[part.group]
-        if self._context.lone_last_block[part.group]:
-            first_byte, length = 0, layout.chunk_bytes
-        else:
-            first_byte, length = part.first * layout.block_bytes, len(part.blocks) * layout.block_bytes
-        return fragment_range(first_byte=first_byte, length=max(length, 1), fragment_bytes=self._context.fragment_bytes)
+    def _base(self, part: ChunkPart) -> int:
+        """The last sub-block where the object may be a lone last block, else 0.
+
+        Whether it is one, its length tells; if it is a whole chunk after all, it is fetched again as such.
+        """
+        last = self._context.blocks_per_chunk - 1
+        return last if self._context.lone_last_block[part.group] and part.first == last else 0
+
+    def _length(self, fetch: _Fetch) -> int:
+        """The bytes that the object has if it begins with its base."""
+        layout = self._context.layouts[fetch.part.group]
+        return layout.chunk_bytes - fetch.base * layout.block_bytes
+
+    def _fragments(self, fetch: _Fetch) -> range:
+        """The fragments that hold the part's bytes."""
+        block_bytes = self._context.layouts[fetch.part.group].block_bytes
+        return fragment_range(
+            first_byte=(fetch.part.first - fetch.base) * block_bytes,
+            length=len(fetch.part.blocks) * block_bytes,
+            fragment_bytes=self._context.fragment_bytes,
+        )
 
     def _feed(self) -> None:
         """Send what the load region has room for, in order. Any thread."""
@@ -100,15 +110,16 @@ class Loads:
                 if not self._waiting:
                     return
                 fetch = self._waiting[0]
-                if len(fetch.fragments) > client.load_region.count:
+                fragments = self._fragments(fetch)
+                if len(fragments) > client.load_region.count:
                     self._fail(fetch)
                     continue
-                slots = client.load_region.take(len(fetch.fragments))
+                slots = client.load_region.take(len(fragments))
                 if slots is None:
                     return
                 self._waiting.popleft()
                 fetch.slots = slots
-            wanted = GetObject(key=fetch.key, slots=slots, first_fragment=fetch.fragments.start)
+            wanted = GetObject(key=fetch.key, slots=slots, first_fragment=fragments.start)
             number = client.get([wanted], partial(self._answered, fetch))
             with self._lock:
                 if not fetch.settled:
@@ -118,46 +129,41 @@ class Loads:
 
     def _answered(self, fetch: _Fetch, answer: LoadedObject) -> None:
         """On the client's thread: the slots hold the verified bytes, or are free again."""
-        if answer.status == LoadStatus.OK and not fetch.settled:
-            work = partial(self._scatter, fetch, answer.length)
-            if self._queue.push(Priority.LOAD, fetch.job.job_id, work):
+        if answer.status == LoadStatus.OK and answer.length == self._length(fetch):
+            if self._queue.push(Priority.LOAD, fetch.job.job_id, partial(self._scatter, fetch)):
                 return
+        elif answer.status == LoadStatus.OK and fetch.base:
+            with self._lock:
+                fetch.base = 0
+                self._waiting.appendleft(fetch)
+            self._give_back(fetch)
+            return
         with self._lock:
             self._fail(fetch)
         self._give_back(fetch)
 
-    def _scatter(self, fetch: _Fetch, length: int) -> None:
+    def _scatter(self, fetch: _Fetch) -> None:
         """On the copy thread. A fetch that was given up meanwhile touches no page."""
         context = self._context
         layout = context.layouts[fetch.part.group]
-        size = len(fetch.part.blocks) * layout.block_bytes
         try:
             with self._lock:
-                base = self._base_sub_block(fetch, length)
-                if fetch.settled or base is None:
-                    self._fail(fetch)
+                if fetch.settled:
                     return
                 fetch.settled = True
+            first_fragment = self._fragments(fetch).start
             try:
-                context.mover.scatter(Move(fetch.part, layout, context.rows(fetch.slots), fetch.fragments.start, base))
+                context.mover.scatter(Move(fetch.part, layout, context.rows(fetch.slots), first_fragment, fetch.base))
             except Exception:
                 self._settle_failed(fetch)
                 raise
+            size = len(fetch.part.blocks) * layout.block_bytes
             count("load_objects")
             count("load_bytes", size)
             self._forget(fetch)
             self._done(fetch.job, size)
         finally:
             self._give_back(fetch)
-
-    def _base_sub_block(self, fetch: _Fetch, length: int) -> int | None:
-        """The sub-block that the object's bytes begin with; None if it does not hold what is asked for."""
-        layout = self._context.layouts[fetch.part.group]
-        if length == layout.chunk_bytes:
-            return 0
-        last = layout.blocks_per_chunk - 1
-        lone = self._context.lone_last_block[fetch.part.group] and length == layout.block_bytes
-        return last if lone and fetch.part.first == last else None
 
     def _fail(self, fetch: _Fetch) -> None:
         """Settle a fetch as failed unless it is settled. The lock is held."""

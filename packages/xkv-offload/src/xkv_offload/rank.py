@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xkv_store.client import Client
-
 from xkv_store.key import ObjectKey, chunk_tag, tag_salt
 
 from .copy import Bytes, Mover

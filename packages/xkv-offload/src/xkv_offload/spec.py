@@ -9,8 +9,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from xkv_store.client import Client
-
 from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import (
     current_vllm_config,
@@ -23,6 +21,7 @@ from xkv_compat.vllm_symbols import (
     offloading_connector_class,
     vllm_version_text,
 )
+from xkv_store.client import Client
 
 from . import description, failures, identity
 from .attachment import SchedulerCard, attachment

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Protocol
 
 from xkv_store.client import PutObject
-
 from xkv_store.wire import StoredObject, StoreStatus
 
 from .copy import Move
