@@ -5,6 +5,7 @@ between one object per rank and one for all.
 Must not know: how compat finds a fact, how a namespace is made of them.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,9 +14,11 @@ from xkv_compat.vllm_symbols import ConfigView, LayerFacts
 from xkv_store.errors import UserError
 
 from .config import Config
-from .identity import Descriptor
+from .identity import Descriptor, canonical
 from .layout import ObjectLayout, Page, group_layouts
 from .weights import weights_fingerprint
+
+FACT_CHARACTERS_MAX = 12_000  # of one fact's text; three such facts and the small ones fit one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ def describe(
     }
     return Descriptor(
         rank=view.rank,
-        facts=facts,
+        facts={name: compact(fact) for name, fact in facts.items()},
         weights=_weights(view, config, model) if view.rank == 0 else None,
         undetermined=tuple(sorted(set(undetermined))),
         engine={
@@ -143,6 +146,12 @@ def describe(
             "hash_algorithm": model["hash_algorithm"],
         },
     )
+
+
+def compact(fact: object) -> object:
+    """A fact, or its digest where its text is too long to be published whole."""
+    text = canonical(fact)
+    return fact if len(text) <= FACT_CHARACTERS_MAX else "sha256:" + hashlib.sha256(text.encode()).hexdigest()
 
 
 def _weights(view: ConfigView, config: Config, model: Mapping[str, Any]) -> str | None:

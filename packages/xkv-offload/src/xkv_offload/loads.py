@@ -50,6 +50,7 @@ class Loads:
         self._done = done
         self._waiting: deque[_Fetch] = deque()
         self._open: dict[int, list[_Fetch]] = {}
+        self._feeding = False
 
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
         """Fetch the objects of `parts` in order, as the load region has room."""
@@ -101,31 +102,46 @@ class Loads:
         )
 
     def _feed(self) -> None:
-        """Send what the load region has room for, in order. Any thread."""
-        client = self._context.client
+        """Send what the load region has room for, in order. Any thread; one at a time does it.
+
+        A get may be answered within its own call, and the answer feeds again: that must not nest.
+        """
+        with self._lock:
+            if self._feeding:
+                return
+            self._feeding = True
         while True:
-            with self._lock:
-                while self._waiting and self._waiting[0].settled:
-                    self._waiting.popleft()
-                if not self._waiting:
-                    return
-                fetch = self._waiting[0]
-                fragments = self._fragments(fetch)
-                if len(fragments) > client.load_region.count:
-                    self._fail(fetch)
-                    continue
-                slots = client.load_region.take(len(fragments))
-                if slots is None:
-                    return
-                self._waiting.popleft()
-                fetch.slots = slots
-            wanted = GetObject(key=fetch.key, slots=slots, first_fragment=fragments.start)
-            number = client.get([wanted], partial(self._answered, fetch))
+            fetch = self._next()
+            if fetch is None:
+                return
+            wanted = GetObject(key=fetch.key, slots=fetch.slots, first_fragment=self._fragments(fetch).start)
+            number = self._context.client.get([wanted], partial(self._answered, fetch))
             with self._lock:
                 if not fetch.settled:
                     fetch.job.gets.add(number)
                 elif fetch.job.cancelled:
-                    client.cancel(number)
+                    self._context.client.cancel(number)
+
+    def _next(self) -> _Fetch | None:
+        """The next fetch, with its slots; None, and nobody feeds, if there is none or no room for it."""
+        region = self._context.client.load_region
+        with self._lock:
+            while self._waiting:
+                fetch = self._waiting[0]
+                needed = len(self._fragments(fetch))
+                if needed > region.count:
+                    self._fail(fetch)
+                if fetch.settled:
+                    self._waiting.popleft()
+                    continue
+                slots = region.take(needed)
+                if slots is None:
+                    break
+                self._waiting.popleft()
+                fetch.slots = slots
+                return fetch
+            self._feeding = False
+            return None
 
     def _answered(self, fetch: _Fetch, answer: LoadedObject) -> None:
         """On the client's thread: the slots hold the verified bytes, or are free again."""
