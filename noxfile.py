@@ -32,12 +32,13 @@ else:
 ROOT = Path(__file__).resolve().parent
 STATE = ROOT / ".xkv"
 RESULTS = ROOT / "results"
+WHEELS = STATE / "wheels"
 TARGETS = ROOT / "matrix" / "targets.toml"
 PACKAGES = ("packages/xkv-store", "compat", "packages/xkv-offload")
 SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
 # Checked in one mypy run each: conftest.py and test modules of different folders may bear the same name.
 TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
-MATRIX_ENV = {"PYTHONPATH": "matrix"}  # the matrix is no package: it runs from the tree
+MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
 RUN_ID = f"{os.getpid()}-{time.time_ns()}"  # tells this run's results from an earlier run's
 
 nox.needs_version = ">=2024.4.15"
@@ -60,6 +61,7 @@ class Target:
     sha256: str
     torch: str
     requirements: str
+    engine: bool
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -69,14 +71,14 @@ class Target:
 
 def _read_targets() -> tuple[Target, ...]:
     rows = tomllib.loads(TARGETS.read_text())["target"] if TARGETS.is_file() else []
-    fields = Target.__slots__
-    found = [Target(**{name: row.get(name, "") for name in fields}) for row in rows]
+    defaults = {**dict.fromkeys(Target.__slots__, ""), "engine": True}
+    found = [Target(**{name: row.get(name, default) for name, default in defaults.items()}) for row in rows]
     return tuple(sorted(found, key=lambda target: target.order))
 
 
 ALL = _read_targets()
 SUPPORTED = tuple(target for target in ALL if target.status == "supported")
-RUNNABLE = tuple(target for target in ALL if target.requirements)
+RUNNABLE = tuple(target for target in ALL if target.engine and target.requirements)
 
 
 def _params(targets: Sequence[Target]) -> list[nox.param]:
@@ -151,7 +153,9 @@ def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str) -
     if engine:
         lines = folder / "engine.txt"
         lines.write_text(engine + "\n")
-        run(*install, "--no-deps", "--require-hashes", "--requirements", str(lines))
+        # The matrix may have fetched the wheel already; the hash is the same wherever it comes from.
+        here = ("--find-links", str(WHEELS)) if WHEELS.is_dir() else ()
+        run(*install, *here, "--no-deps", "--require-hashes", "--requirements", str(lines))
     # Built anew by the pinned hatchling that stands in every requirement file: nothing is fetched here.
     editable = [part for package in PACKAGES for part in ("--editable", str(ROOT / package))]
     run(*install, "--no-cache", "--no-deps", "--no-build-isolation", *editable)
@@ -315,7 +319,7 @@ def test(session: nox.Session) -> None:
         elsewhere = _there("tests/test_architecture.py", "tests/test_stack_*.py")
         crossing = [path for path in _there("tests/test_*.py") if path not in elsewhere]
         own = _there("packages/xkv-store/tests", "compat/tests", "matrix/tests")
-        pytest(session, result, python, *(session.posargs or [*own, *crossing]))
+        pytest(session, result, python, *(session.posargs or [*own, *crossing]), env=MATRIX_ENV)
 
 
 @nox.session
