@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Attachment", "Client", "GetObject", "LoadedObject", "PutObject", "Role", "StoredObject"]
 
-HELLO_MS_MAX: Final = 2_000
-"""A gateway answers a Hello at once; longer means that it is stopped, or none."""
+HELLO_MS_MAX: Final = 5_000
+"""A gateway answers a Hello at once, or after at most 4 s where a dead session's I/O has to end first."""
 ASK_NAMESPACES_S: Final = 0.1
 """Ranks publish once, at start-up; the scheduler asks that often until all have."""
 EMBEDDED_START_S_MIN: Final = 1.0
@@ -339,13 +339,15 @@ class Client:
         with self._changed:
             self._changed.wait_for(lambda: self._connected or self._is_final, timeout_s)
             if not self._connected:
+                if self._problem is None and self._connection is not None:
+                    raise reasons.nothing_said(self._attachment, self._connection.peer)
                 raise self._problem or reasons.nobody_answers(self._attachment)
 
     # --- the thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         attempt = 0
-        while not self._closing and not self._is_final:
+        while self._goes_on():
             epoch = self._epoch
             try:
                 self._live()
@@ -354,9 +356,12 @@ class Client:
             except Exception:
                 log.exception("the session with the gateway on %s failed", self._attachment.socket)
             attempt = 0 if self._epoch > epoch else attempt + 1
-            if not self._closing and not self._is_final:
+            if self._goes_on():
                 # The jitter keeps ranks apart; nothing depends on its quality.
                 self._pause(retry_ms(attempt, random.random()))  # noqa: S311
+
+    def _goes_on(self) -> bool:
+        return not self._closing and not self._is_final
 
     def _live(self) -> None:
         """One connection, from dialling to its end."""
