@@ -17,13 +17,9 @@ u16 = st.integers(0, (1 << 16) - 1)
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)
 uuids = st.binary(min_size=16, max_size=16)
-headers = st.builds(
-    SlotHeader, st.binary(min_size=24, max_size=55), u32, u32, u32, u64, u64, u64, uuids, u64, u32
-)
+headers = st.builds(SlotHeader, st.binary(min_size=24, max_size=55), u32, u32, u32, u64, u64, u64, uuids, u64, u32)
 superblocks = st.builds(Superblock, u16, u16, u32, u64, uuids, uuids, u64)
-records = st.builds(
-    Record, u64, u64, u64, u32, st.lists(st.builds(Extent, u16, u32, u32), max_size=5).map(tuple)
-)
+records = st.builds(Record, u64, u64, u64, u32, st.lists(st.builds(Extent, u16, u32, u32), max_size=5).map(tuple))
 
 
 def drawn_fields(title: str) -> list[tuple[int, int]]:
@@ -137,9 +133,7 @@ order_keys = st.tuples(u64, u32, u64)
 
 
 @given(order_keys, order_keys)
-def test_order_is_families_then_latest_chunk_first(
-    one: tuple[int, int, int], two: tuple[int, int, int]
-) -> None:
+def test_order_is_families_then_latest_chunk_first(one: tuple[int, int, int], two: tuple[int, int, int]) -> None:
     def rank(key: tuple[int, int, int]) -> tuple[int, int, int]:
         return key[0], -key[1], key[2]
 

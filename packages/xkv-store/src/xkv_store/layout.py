@@ -164,9 +164,7 @@ def parse_slot_header(data: Buffer) -> SlotHeader:
     if xxh3_64_intdigest(view[:_HEADER_SUMMED_BYTES]) != _U64.unpack_from(view, _HEADER_SUMMED_BYTES)[0]:
         raise BadBytesError("a slot header with a wrong checksum")
     if algorithm != CHECKSUM_XXH3_64 or key_bytes > _KEY_FIELD_BYTES:
-        raise BadBytesError(
-            f"a slot header with checksum algorithm {algorithm} and a key of {key_bytes} bytes"
-        )
+        raise BadBytesError(f"a slot header with checksum algorithm {algorithm} and a key of {key_bytes} bytes")
     card_uuid, key, family, position = _HEADER_BACK.unpack_from(view, _HEADER_FRONT.size)
     return SlotHeader(
         key[:key_bytes],
@@ -215,10 +213,7 @@ def parse_superblock(data: Buffer) -> Superblock:
         raise BadBytesError("no superblock: wrong magic")
     if version != FORMAT_VERSION:
         raise OtherVersionError("a database", version)
-    if (
-        xxh3_64_intdigest(view[:_SUPERBLOCK_SUMMED_BYTES])
-        != _U64.unpack_from(view, _SUPERBLOCK_SUMMED_BYTES)[0]
-    ):
+    if xxh3_64_intdigest(view[:_SUPERBLOCK_SUMMED_BYTES]) != _U64.unpack_from(view, _SUPERBLOCK_SUMMED_BYTES)[0]:
         raise BadBytesError("a superblock with a wrong checksum")
     return Superblock(*fields)
 

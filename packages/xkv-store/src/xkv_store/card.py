@@ -1,0 +1,453 @@
+"""A card: the medium side's one door, used by the gateway.
+
+Owns what is on the card and who may use which slot: free, in flight, used, limbo; their sum is always the card.
+Main-thread methods decide and never wait for the medium; `write`, `read` and `commit_batch` wait, on other
+threads, and decide nothing. Must not know sockets, sessions, rings or vLLM.
+
+A put: bytes in the ring, headers, slots on the medium, index committed, lookup table ("confirmed").
+"""
+
+import logging
+import os
+import uuid
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .card_folder import GENERATIONS_PER_CEILING, CardOptions, Opened, open_folder
+from .errors import MediumError, PeerError
+from .eviction import Budget, Sieve
+from .extents import Run, SlotAllocator, place
+from .fragment import Identity, filled, pieces, prove, seal
+from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, Geometry
+from .index import SetObject
+from .key import RANK_BYTES, ObjectKey
+from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
+from .limbo import Ghost, Limbo
+from .overlay import CommitBatch, Overlay, Present
+from .plans import GetPlan, ObjectPlan, PutPlan, PutRefusal
+from .pressure import Pressure
+from .table import CAPACITY_MIN, TableWriter
+from .testing.points import reached
+
+__all__ = ["Card", "CardOptions", "CommitBatch", "GetPlan", "PutPlan", "PutRefusal"]
+
+log = logging.getLogger(__name__)
+
+LIMBO_SHARE_MAX = 4  # limbo is at most this part (a quarter) of the slots: a burst must not empty the card
+EVICTION_STEPS_MAX = 1_024  # entries of the order looked at in one call: about 5 ms
+COMMIT_RETRY_NS = 1_000_000_000  # after a failed commit: a full or failing device is not mended sooner
+TICK_SOON_NS = 1_000_000  # more to evict than one call may: come back soon, but let others go first
+PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or more, which keep a device busy
+TABLE_ENTRIES_PER_SLOT = 2  # half empty at most full: a probe or two for each lookup
+LOG_INTERVAL_NS = 10_000_000_000
+DESCRIPTOR_BYTES_MAX = 65_536  # a message of the protocol
+_MS_NS = 1_000_000
+
+
+class Card:
+    """An open card. All methods are the main thread's, but `write`, `read` and `commit_batch`."""
+
+    def __init__(self, options: CardOptions, opened: Opened) -> None:
+        self.uuid = opened.card_uuid
+        self.geometry: Geometry = opened.geometry
+        self.boot_id = uuid.uuid4().bytes
+        self.folder = options.folder
+        self._lock_fd = opened.lock_fd
+        self._databases = opened.databases
+        self._index = opened.index
+        self._boots, self._rebuilt = opened.boots, opened.rebuilt
+        self._grace_ns = options.grace_ms * _MS_NS
+        self._overlay = Overlay(opened.index)
+        self._limbo = Limbo()
+        self._allocators: list[SlotAllocator] = opened.loaded.allocators()
+        self.slots_total = sum(allocator.slots for allocator in self._allocators)
+        self._sieve = Sieve(self.slots_total)
+        self._flying: dict[bytes, PutPlan] = {}
+        self._flying_slots = 0
+        self._busy_chunks: Counter[bytes] = Counter()  # chunks with an object in flight or not yet committed
+        self._uncommitted: dict[int, PutPlan] = {}  # by generation: finished, waiting for the index
+        self._pins: Counter[int] = Counter()  # readers, by generation
+        self._generation, self._generation_ceiling = opened.generation, opened.generation_ceiling
+        self._ceiling_asked = False
+        self._next_database = 0
+        self._objects = len(opened.loaded.tags)
+        self._bytes = int(opened.loaded.lengths.sum())
+        self._used_slots = self.slots_total - self._free_slots()
+        self._pressure = Pressure(self.slots_total, self._grace_ns)
+        self._commit_after_ns = 0
+        self._counters: Counter[str] = Counter()
+        self._logged_ns = -LOG_INTERVAL_NS
+        capacity = max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
+        self.table = TableWriter.create(capacity, self.uuid, self.boot_id)
+        loaded = opened.loaded
+        self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
+
+    @classmethod
+    def open(cls, options: CardOptions) -> "Card":
+        """Lock, make or recover, and open the card; UserError with one line that says what to do."""
+        return cls(options, open_folder(options))
+
+    # --- puts: main thread --------------------------------------------------------------------------------
+
+    def begin_put(  # noqa: PLR0917 -- the fields of a put, in the order of the protocol
+        self, key: ObjectKey, length: int, family: int, position: int, replace: bool, now_ns: int
+    ) -> PutPlan | PutRefusal:
+        """Grant slots for an object, or say why not. With `replace` an object of that key gives way."""
+        plan = self._begin_put(key, length, family, position, replace, now_ns)
+        if isinstance(plan, PutRefusal):
+            self._counters[f"puts_{plan.value}"] += 1
+        return plan
+
+    def _begin_put(  # noqa: PLR0917 -- as above
+        self, key: ObjectKey, length: int, family: int, position: int, replace: bool, now_ns: int
+    ) -> PutPlan | PutRefusal:
+        fragments = self.geometry.fragments(length)
+        fits = 0 <= family <= FAMILY_MAX and 0 <= position <= POSITION_MAX
+        if length < 1 or fragments > FRAGMENTS_MAX or not fits:
+            return PutRefusal.INVALID
+        encoded = key.encode()
+        if encoded in self._flying:
+            return PutRefusal.BUSY
+        old = self._record(encoded)
+        if old is not None and not replace:
+            self._sieve.marks.set(key.tag)
+            return PutRefusal.HELD
+        limbo_takes = old is None or self._limbo_takes(self.geometry.fragments(old.length))
+        if self._overlay.full or not self._generation_left() or not limbo_takes:
+            return PutRefusal.SHED
+        self._pressure.advance(now_ns)
+        self._pressure.put(fragments)
+        runs = place(
+            self._allocators,
+            fragments,
+            self._next_database,
+            part_slots_min=PART_SLOTS_MIN,
+            extents_max=EXTENTS_MAX,
+        )
+        if runs is None:
+            self._pressure.refused(fragments)
+            self._evict(now_ns)
+            return PutRefusal.SHED
+        self._next_database = (self._next_database + 1) % len(self._allocators)
+        self._generation += 1
+        extents = tuple(Extent(database, first, slots) for database, (first, slots) in runs)
+        plan = PutPlan(key, encoded, self._generation, length, family, position, fragments, extents)
+        self._flying[encoded] = plan
+        self._flying_slots += fragments
+        self._busy_chunks[encoded[:-RANK_BYTES]] += 1
+        return plan
+
+    def finish_put(self, plan: PutPlan, error: MediumError | None, now_ns: int | None = None) -> None:
+        """`write` has ended: queue the index entry, or give the slots back. `now_ns`: the latest known if None."""
+        now_ns = self._pressure.now_ns if now_ns is None else now_ns
+        del self._flying[plan.encoded_key]
+        self._flying_slots -= plan.fragments
+        if error is not None:
+            self._counters["puts_failed"] += 1
+            self._chunk_rests(plan.encoded_key)
+            self._give(plan.extents)
+            return
+        old = self._record(plan.encoded_key)
+        ghost = None
+        if old is not None:
+            self._counters["replaced"] += 1
+            ghost = self._to_limbo(plan.encoded_key, old, now_ns, readable=True)
+        record = Record(plan.generation, plan.length, plan.family, plan.position, plan.extents)
+        self._overlay.set(plan.encoded_key, record, ghost)
+        self._uncommitted[plan.generation] = plan
+        self._used_slots += plan.fragments
+        self._objects += 1
+        self._bytes += plan.length
+
+    # --- gets: main thread --------------------------------------------------------------------------------
+
+    def begin_get(self, key: ObjectKey, now_ns: int) -> GetPlan | None:
+        """Pin the object of this key; None if the card does not hold it, not even in limbo."""
+        encoded = key.encode()
+        record = self._record(encoded)
+        if record is not None:
+            self._sieve.marks.set(key.tag)
+        else:
+            record = self._limbo.find(encoded, now_ns)
+            if record is None:
+                self._counters["gets_missed"] += 1
+                return None
+            self._counters["gets_from_limbo"] += 1
+        self._counters["gets"] += 1
+        self._pins[record.generation] += 1
+        fragments = self.geometry.fragments(record.length)
+        return GetPlan(key, encoded, *record[:4], fragments, record.extents)
+
+    def end_get(self, plan: GetPlan) -> None:
+        """Unpin; the plan is of no use any more."""
+        self._pins[plan.generation] -= 1
+        if not self._pins[plan.generation]:
+            del self._pins[plan.generation]
+
+    def drop(self, key: ObjectKey, generation: int, reason: str) -> None:
+        """That generation's bytes are bad: it is a miss from now on. Nothing happens to a newer one."""
+        encoded = key.encode()
+        self._limbo.condemn(encoded, generation)
+        record = self._record(encoded)
+        if record is None or record.generation != generation:
+            return
+        self._counters[f"dropped_{reason}"] += 1
+        self._leave(key, encoded, record, 0, readable=False)
+
+    def touch(self, tags: Iterable[int]) -> None:
+        """These chunks were looked up and hit."""
+        self._sieve.marks.set_all(tags)
+
+    # --- time and commits: main thread --------------------------------------------------------------------
+
+    def tick(self, now_ns: int) -> int | None:
+        """Age limbo and evict ahead; in how many ns to call again at the latest (None: no need)."""
+        self._pressure.advance(now_ns)
+        for record in self._limbo.release(now_ns, self._pins):
+            self._give(record.extents)
+        self._evict(now_ns)
+        if self._lacking_slots() > 0 and self._evictable():
+            return TICK_SOON_NS
+        waits = []
+        ends_ns = self._limbo.next_end_ns()
+        if ends_ns is not None:
+            waits.append(ends_ns - now_ns)
+        if len(self._limbo) or now_ns < self._commit_after_ns:
+            waits.append(COMMIT_RETRY_NS)
+        return max(TICK_SOON_NS, min(waits)) if waits else None
+
+    def take_commit_batch(self) -> CommitBatch | None:
+        """What is to be committed next; None while the last batch has not come back, or nothing waits.
+
+        After a failed commit there is none for COMMIT_RETRY_NS.
+        """
+        return self._overlay.take() if self._pressure.now_ns >= self._commit_after_ns else None
+
+    def confirmed(self, batch: CommitBatch) -> list[PutPlan]:
+        """`batch` is committed: publish it to the table. Its puts, which can now be answered."""
+        self._counters["commits"] += 1
+        if batch.generation_ceiling is not None:
+            self._generation_ceiling = batch.generation_ceiling
+            self._ceiling_asked = False
+        plans = []
+        for _, generation, record in self._overlay.settle(batch):
+            plan = self._uncommitted.pop(generation)
+            self._chunk_rests(plan.encoded_key)
+            if record is not None:  # neither dropped nor replaced in the meantime
+                self.table.put(plan.key.tag, generation, plan.key.bit, plan.fragments)
+            self._counters["puts_confirmed"] += 1
+            self._counters["put_bytes"] += plan.length
+            plans.append(plan)
+        return plans
+
+    def commit_failed(self, batch: CommitBatch, now_ns: int | None = None) -> list[PutPlan]:
+        """`commit_batch` failed: its puts (returned) have failed; its removals are tried again."""
+        now_ns = self._pressure.now_ns if now_ns is None else now_ns
+        self._counters["commits_failed"] += 1
+        self._commit_after_ns = now_ns + COMMIT_RETRY_NS
+        plans = []
+        for change, removal, record in self._overlay.undo(batch):
+            assert isinstance(change, SetObject)
+            if record is not None:
+                plan = self._uncommitted[record.generation]
+                self.table.remove_rank(plan.key.tag, plan.key.bit)
+                removal.ghosts.append(self._to_limbo(change.key, record, now_ns, readable=False))
+        for step in batch.steps:
+            if step.generation:
+                plan = self._uncommitted.pop(step.generation)
+                self._chunk_rests(plan.encoded_key)
+                self._counters["puts_failed"] += 1
+                plans.append(plan)
+        return plans
+
+    def put_namespace(self, namespace: bytes, descriptor: str) -> None:
+        """Keep the identity behind a namespace; it rides in the next commit. PeerError if it is too long."""
+        encoded = descriptor.encode()
+        if len(encoded) > DESCRIPTOR_BYTES_MAX:
+            raise PeerError(f"a namespace's descriptor of {len(encoded)} bytes")
+        self._overlay.set_namespace(namespace, encoded)
+
+    def namespaces(self) -> dict[bytes, str]:
+        """Every namespace that is committed, with its descriptor."""
+        return {name: text.decode("utf-8", "replace") for name, text in self._index.namespaces().items()}
+
+    # --- what there is: main thread -----------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """What has happened in this life of the card."""
+        return dict(self._counters)
+
+    def slots(self) -> dict[str, int]:
+        """Where every slot is: free, in flight, used or in limbo; the four make up `slots_total`."""
+        return {
+            "free": self._free_slots(),
+            "in_flight": self._flying_slots,
+            "used": self._used_slots,
+            "limbo": self._limbo.slots,
+        }
+
+    def status(self) -> dict[str, Any]:
+        """For people and metrics: sizes, counts, how the card was opened."""
+        return {
+            "card_uuid": self.uuid.hex(),
+            "boot_id": self.boot_id.hex(),
+            "boots": self._boots,
+            "index_rebuilt": self._rebuilt,
+            "slot_bytes": self.geometry.slot_bytes,
+            "slots_total": self.slots_total,
+            "slots": self.slots(),
+            "capacity_bytes": self.slots_total * self.geometry.slot_bytes,
+            "objects": self._objects,
+            "object_bytes": self._bytes,
+            "generation": self._generation,
+            "uncommitted": len(self._overlay),
+            "limbo_objects": len(self._limbo),
+            "table_entries": self.table.entries,
+            "index_map_bytes": self._index.map_bytes(),
+            "databases": [
+                {"path": str(database.path), "slots": database.superblock.slots, "direct": database.direct}
+                for database in self._databases
+            ],
+            "counters": self.counters(),
+        }
+
+    # --- the medium: other threads ------------------------------------------------------------------------
+
+    def write(self, plan: PutPlan, slots: Sequence[memoryview]) -> None:
+        """Seal the object's slots where they are (payloads in place) and write them. MediumError.
+
+        `slots` are whole, page-aligned ring slots, one per fragment, which nobody else touches meanwhile.
+        """
+        assert len(slots) == plan.fragments
+        identity = self._identity(plan)
+        for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments)):
+            if count == 1:
+                reached("put.mid_write")
+            sealed = [
+                seal(slots[fragment], identity, self.geometry, fragment)
+                for fragment in range(piece.fragment, piece.fragment + piece.slots)
+            ]
+            self._databases[piece.database].write(piece.slot, sealed)
+
+    def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
+        """Read fragments from `first_fragment` on into `slots`, and prove each. MediumError, CorruptObject.
+
+        Fewer slots than the object has fragments: only these are read. The caller checks that they are not more.
+        """
+        if not (slots and 0 <= first_fragment <= plan.fragments - len(slots)):
+            raise PeerError(f"{len(slots)} fragments from {first_fragment} on, of an object that has {plan.fragments}")
+        identity = self._identity(plan)
+        views = filled(slots, plan.length, self.geometry, first_fragment)
+        for piece in pieces(plan.extents, first_fragment, len(slots)):
+            begin = piece.fragment - first_fragment
+            self._databases[piece.database].read(piece.slot, views[begin : begin + piece.slots])
+            for fragment in range(piece.fragment, piece.fragment + piece.slots):
+                prove(views[fragment - first_fragment], identity, self.geometry, fragment)
+
+    def commit_batch(self, batch: CommitBatch) -> None:
+        """Commit a batch to the index; then the main thread calls `confirmed`, or `commit_failed` on MediumError."""
+        self._index.apply(batch.changes, batch.generation_ceiling)
+
+    def close(self) -> None:
+        """Commit what waits, make all durable, and let go of everything. No put or get may be in flight.
+
+        MediumError if that fails; everything is let go of all the same.
+        """
+        try:
+            while (batch := self._overlay.take()) is not None:
+                self.commit_batch(batch)
+                self.confirmed(batch)
+            for database in self._databases:
+                database.sync()
+            self._index.sync()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self.table.close()
+        self._index.close()
+        for database in self._databases:
+            database.close()
+        os.close(self._lock_fd)
+
+    # --- inside -------------------------------------------------------------------------------------------
+
+    def _identity(self, plan: ObjectPlan) -> Identity:
+        return Identity(self.uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)
+
+    def _record(self, encoded: bytes) -> Record | None:
+        """The present record of a key; an index that cannot be read makes a miss, counted."""
+        try:
+            return self._overlay.record(encoded)
+        except MediumError as error:
+            self._counters["index_errors"] += 1
+            if self._pressure.now_ns - self._logged_ns >= LOG_INTERVAL_NS:
+                self._logged_ns = self._pressure.now_ns
+                log.warning("%s", error)
+            return None
+
+    def _generation_left(self) -> bool:
+        """Whether a generation may be given; asks for the next ceiling in time."""
+        left = self._generation_ceiling - self._generation
+        if left < GENERATIONS_PER_CEILING // 2 and not self._ceiling_asked:
+            self._ceiling_asked = True
+            self._overlay.raise_ceiling(self._generation + GENERATIONS_PER_CEILING)
+        return left > 0
+
+    def _free_slots(self) -> int:
+        return sum(allocator.free for allocator in self._allocators)
+
+    def _give(self, extents: Iterable[Extent]) -> None:
+        for database, first, slots in extents:
+            self._allocators[database].give(Run(first, slots))
+
+    def _chunk_rests(self, encoded: bytes) -> None:
+        chunk_key = encoded[:-RANK_BYTES]
+        self._busy_chunks[chunk_key] -= 1
+        if not self._busy_chunks[chunk_key]:
+            del self._busy_chunks[chunk_key]
+
+    def _limbo_takes(self, slots: int) -> bool:
+        """Whether limbo has room; a lone object always has, or a small card could never evict."""
+        return not self._limbo.slots or self._limbo.slots + slots <= self.slots_total // LIMBO_SHARE_MAX
+
+    def _to_limbo(self, encoded: bytes, record: Record, now_ns: int, *, readable: bool) -> Ghost:
+        slots = self.geometry.fragments(record.length)
+        ghost = Ghost(encoded, record, slots, now_ns + self._grace_ns, readable)
+        self._limbo.add(ghost)
+        self._used_slots -= slots
+        self._objects -= 1
+        self._bytes -= record.length
+        return ghost
+
+    def _leave(self, key: ObjectKey, encoded: bytes, record: Record, now_ns: int, *, readable: bool) -> None:
+        """Out of the table and the index, into limbo."""
+        self.table.remove_rank(key.tag, key.bit)
+        self._overlay.remove(encoded, self._to_limbo(encoded, record, now_ns, readable=readable))
+
+    # --- eviction -----------------------------------------------------------------------------------------
+
+    def _lacking_slots(self) -> int:
+        return self._pressure.lacking_slots(free=self._free_slots(), on_their_way=self._limbo.slots)
+
+    def _evictable(self) -> bool:
+        return self._used_slots > 0 and self._limbo_takes(1) and not self._overlay.full
+
+    def _evict(self, now_ns: int) -> None:
+        """Send chunks to limbo until enough slots are free or on their way, within this call's bound."""
+        budget = Budget(EVICTION_STEPS_MAX)
+        view = Present(self._index, self._overlay, self._busy_chunks, self._pins)
+        try:
+            while self._lacking_slots() > 0 and self._evictable():
+                chunk = self._sieve.next_chunk(view, budget)
+                if chunk is None:
+                    return
+                reached("evict.begin")
+                self._counters["evicted_chunks"] += 1
+                for encoded, record in chunk:
+                    self._counters["evicted_objects"] += 1
+                    self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, readable=True)
+        except MediumError as error:
+            self._counters["index_errors"] += 1
+            log.warning("evicting: %s", error)

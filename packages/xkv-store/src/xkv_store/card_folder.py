@@ -1,0 +1,418 @@
+"""A card's folder: its lock, making a card in it, and opening the card that is there.
+
+Owns the options, the folder's layout (`lock`, `making`, `index/`, `db-N.xkv`), and the decision between making,
+opening and mending. Must not know puts, gets or sessions.
+
+A folder with the file `making` holds a card that was never finished, so that nothing in it can be lost.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import socket
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from .database import Database, device_bytes, new_superblock, read_superblock
+from .errors import MediumError, UserError
+from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE_MAX, Geometry
+from .index import DamagedIndexError, Index, Meta
+from .layout import Superblock
+from .recovery import Loaded, fill, load, rebuild
+
+log = logging.getLogger(__name__)
+
+CAPACITY_BYTES_DEFAULT_MAX = 64 << 30  # what a card takes unasked
+FREE_SPACE_SHARE = 0.8  # of what is free; the rest is the index's and other people's
+GENERATIONS_PER_CEILING = 1 << 20  # puts between two durable ceilings; numbers are not scarce, syncs are
+GRACE_MS_DEFAULT = 5_000
+GRACE_MS_MAX = 600_000
+
+_LOCK, _MAKING, _INDEX = "lock", "making", "index"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CardOptions:
+    """Which card, and what it is made with where it is not there yet.
+
+    `capacity_bytes`, `databases` (a number of files in the folder, or paths of files and block devices) and
+    `slot_bytes` are the card's own once it is made; None takes what the card has, or the default.
+    """
+
+    folder: Path
+    capacity_bytes: int | None = None
+    databases: int | tuple[Path, ...] | None = None
+    slot_bytes: int | None = None
+    grace_ms: int = GRACE_MS_DEFAULT
+    create: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.grace_ms <= GRACE_MS_MAX:
+            raise UserError(f"the grace must be 0 to {GRACE_MS_MAX} ms, not {self.grace_ms}")
+        count = self.databases if isinstance(self.databases, int) else len(self.databases or (0,))
+        if not 1 <= count <= DATABASES_MAX:
+            raise UserError(f"a card has 1 to {DATABASES_MAX} databases, not {count}")
+        if self.capacity_bytes is not None and self.capacity_bytes <= 0:
+            raise UserError(f"the capacity must be a number of bytes, not {self.capacity_bytes}")
+        if self.slot_bytes is not None:
+            Geometry(self.slot_bytes)
+
+
+@dataclass(slots=True)
+class Opened:
+    """An open card's parts. `lock_fd` holds the folder's lock until it is closed."""
+
+    lock_fd: int
+    card_uuid: bytes
+    geometry: Geometry
+    databases: list[Database]
+    index: Index
+    loaded: Loaded
+    generation: int  # the last one that may have been given
+    generation_ceiling: int
+    boots: int
+    rebuilt: bool
+
+
+def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
+    """Lock the folder, make the card if there is none, mend what can be mended, and open it. UserError."""
+    folder = options.folder
+    lock_fd = _lock(folder, create=options.create)
+    try:
+        if (folder / _MAKING).exists() or not _card_is_there(folder):
+            _make(options)
+        return _open(options, lock_fd, rebuild_index=rebuild_index)
+    except MediumError as error:
+        os.close(lock_fd)
+        raise UserError(f"cannot open the card in {folder}: {error}") from error
+    except BaseException:
+        os.close(lock_fd)
+        raise
+
+
+# --- the lock -----------------------------------------------------------------------------------------------
+
+
+def _lock(folder: Path, *, create: bool) -> int:
+    """The folder's lock, which the kernel drops with this process, however that ends."""
+    try:
+        if create:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except FileNotFoundError as error:
+        raise UserError(f"there is no card in {folder}: give another folder") from error
+    except OSError as error:
+        raise UserError(
+            f"cannot use {folder} for a card: {error.strerror}; give a folder that this user can write"
+        ) from error
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock_fd, 256, 0).decode("utf-8", "replace").strip()
+        os.close(lock_fd)
+        raise UserError(
+            f"the card in {folder} is in use by {holder or 'another process'}: stop that gateway, or give "
+            "another folder"
+        ) from error
+    except OSError as error:
+        os.close(lock_fd)
+        raise UserError(f"cannot lock {folder}: {error.strerror}; give a folder on a local disk") from error
+    holder_text = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+    with suppress(OSError):  # the text only helps whoever meets the lock
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, holder_text, 0)
+    return lock_fd
+
+
+# --- making -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Making:
+    """What has been made so far, to be taken away again if the rest fails."""
+
+    paths: list[Path] = field(default_factory=list)
+
+    def undo(self, folder: Path) -> None:
+        for path in self.paths:
+            with suppress(OSError):
+                path.unlink()
+        shutil.rmtree(folder / _INDEX, ignore_errors=True)
+        with suppress(OSError):
+            (folder / _MAKING).unlink()
+
+
+def _card_is_there(folder: Path) -> bool:
+    return os.path.lexists(_database_path(folder, 0)) or (folder / _INDEX).exists()
+
+
+def _database_path(folder: Path, number: int) -> Path:
+    return folder / f"db-{number}.xkv"
+
+
+def _make(options: CardOptions) -> None:
+    folder = options.folder
+    if not options.create:
+        raise UserError(f"there is no card in {folder}: give another folder")
+    card_uuid = _mark_making(folder)
+    for leftover in folder.glob("db-*.xkv"):
+        leftover.unlink()  # a file of ours, or a link to somebody's device
+    shutil.rmtree(folder / _INDEX, ignore_errors=True)
+    geometry = Geometry(options.slot_bytes or SLOT_BYTES)
+    paths = _paths(options)
+    made = _Making()
+    try:
+        slots = _plan_slots(options, paths, geometry)
+        log.info("making a card of %d slots of %d bytes in %s", sum(slots), geometry.slot_bytes, folder)
+        for number, (path, count) in enumerate(zip(paths, slots, strict=True)):
+            superblock = new_superblock(
+                number=number,
+                databases=len(paths),
+                slot_bytes=geometry.slot_bytes,
+                slots=count,
+                card_uuid=card_uuid,
+                database_uuid=uuid.uuid4().bytes,
+            )
+            existed = path.exists()
+            Database.make(path, superblock)
+            if not existed:
+                made.paths.append(path)
+            _link(folder, number, path, made)
+        meta = Meta(card_uuid, geometry.slot_bytes, len(paths), 0, 0)
+        Index.create(folder / _INDEX, meta, slots=sum(slots)).close()
+        _sync_folder(folder)
+    except BaseException:
+        made.undo(folder)
+        raise
+    (folder / _MAKING).unlink()
+    _sync_folder(folder)
+
+
+def _mark_making(folder: Path) -> bytes:
+    """The uuid of the card that is being made; that of an interrupted making if there was one."""
+    marker = folder / _MAKING
+    try:
+        with suppress(FileNotFoundError):
+            found = bytes.fromhex(marker.read_text(encoding="ascii"))
+            if len(found) == 16:
+                return found
+        card_uuid = uuid.uuid4().bytes
+        fd = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, card_uuid.hex().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        _sync_folder(folder)
+    except ValueError:  # the marker itself was torn
+        marker.unlink()
+        return _mark_making(folder)
+    except OSError as error:
+        raise UserError(f"cannot make a card in {folder}: {error.strerror}") from error
+    return card_uuid
+
+
+def _paths(options: CardOptions) -> list[Path]:
+    if isinstance(options.databases, tuple):
+        return [path.absolute() for path in options.databases]
+    return [_database_path(options.folder, number) for number in range(options.databases or 1)]
+
+
+def _link(folder: Path, number: int, path: Path, made: _Making) -> None:
+    """Let the folder lead to a database elsewhere, so that the card can be opened by its folder alone."""
+    link = _database_path(folder, number)
+    if link == path or (link.is_symlink() and link.readlink() == path):
+        return
+    if link.is_symlink():
+        link.unlink()
+    try:
+        link.symlink_to(path)
+    except OSError as error:
+        raise UserError(f"cannot link {link} to {path}: {error.strerror}") from error
+    made.paths.append(link)
+
+
+def _plan_slots(options: CardOptions, paths: Sequence[Path], geometry: Geometry) -> list[int]:
+    """Slots of each database, from the capacity asked for, the devices' sizes, and what is free."""
+    sizes = [device_bytes(path) for path in paths]
+    files = [path for path, size in zip(paths, sizes, strict=True) if size is None]
+    if options.capacity_bytes is not None:
+        share = options.capacity_bytes // len(paths)
+    elif files:
+        free = min(_free_bytes(path.parent) for path in files)
+        share = min(CAPACITY_BYTES_DEFAULT_MAX, int(free * FREE_SPACE_SHARE)) // len(files)
+    else:
+        share = max(size for size in sizes if size is not None)
+    slots = []
+    for path, size in zip(paths, sizes, strict=True):
+        given = share if size is None else min(share, size)
+        if size is not None and options.capacity_bytes is None:
+            given = size
+        count = min((given - DATA_OFFSET) // geometry.slot_bytes, SLOTS_PER_DATABASE_MAX)
+        if count < 1:
+            least = len(paths) * (DATA_OFFSET + geometry.slot_bytes)
+            raise UserError(f"{given} bytes are too few for the database {path}: give {least} bytes or more in all")
+        slots.append(count)
+    return slots
+
+
+def _free_bytes(folder: Path) -> int:
+    try:
+        status = os.statvfs(folder)
+    except OSError as error:
+        raise UserError(f"cannot use {folder} for a database: {error.strerror}") from error
+    return status.f_bavail * status.f_frsize
+
+
+# --- opening ------------------------------------------------------------------------------------------------
+
+
+def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
+    folder = options.folder
+    superblocks = _superblocks(options)
+    one = superblocks[0]
+    geometry = Geometry(one.slot_bytes)
+    databases: list[Database] = []
+    index: Index | None = None
+    try:
+        for number in range(one.databases):
+            databases.append(Database.open(_database_path(folder, number)))  # noqa: PERF401 -- closed on an error
+        slots = [database.superblock.slots for database in databases]
+        index, loaded, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
+        meta = index.meta()
+        generation = max(meta.generation_ceiling, int(loaded.generations.max(initial=0)))
+        meta = replace(meta, generation_ceiling=generation + GENERATIONS_PER_CEILING, boots=meta.boots + 1)
+        index.set_meta(meta)
+        log.info("card %s: %d objects in %d slots", one.card_uuid.hex(), len(loaded.tags), sum(slots))
+    except BaseException:
+        for database in databases:
+            database.close()
+        if index is not None:
+            index.close()
+        raise
+    return Opened(
+        lock_fd,
+        one.card_uuid,
+        geometry,
+        databases,
+        index,
+        loaded,
+        generation,
+        meta.generation_ceiling,
+        meta.boots,
+        rebuilt,
+    )
+
+
+def _superblocks(options: CardOptions) -> list[Superblock]:
+    """The superblocks of all databases, which must agree with each other and with what was asked for."""
+    folder = options.folder
+    if isinstance(options.databases, tuple):
+        for number, path in enumerate(_paths(options)):
+            _check_same(path, read_superblock(path), number, read_superblock(_paths(options)[0]))
+        _relink(folder, _paths(options))
+    one = read_superblock(_database_path(folder, 0))
+    found = [one]
+    for number in range(one.databases):
+        path = _database_path(folder, number)
+        superblock = read_superblock(path)
+        _check_same(path, superblock, number, one)
+        found[number:] = [superblock]
+    advice = "leave that option out, or give another folder for a new card"
+    wanted = len(options.databases) if isinstance(options.databases, tuple) else options.databases
+    if wanted not in {None, one.databases}:
+        raise UserError(f"the card in {folder} has {one.databases} databases, not {wanted}: {advice}")
+    if options.slot_bytes not in {None, one.slot_bytes}:
+        raise UserError(f"the card in {folder} has slots of {one.slot_bytes} bytes, not {options.slot_bytes}: {advice}")
+    if options.capacity_bytes is not None:
+        paths = [_database_path(folder, number).resolve() for number in range(one.databases)]
+        slots = [superblock.slots for superblock in found]
+        if _plan_slots(options, paths, Geometry(one.slot_bytes)) != slots:
+            held = sum(DATA_OFFSET + count * one.slot_bytes for count in slots)
+            raise UserError(
+                f"the card in {folder} has a capacity of {held} bytes, not {options.capacity_bytes}: {advice}"
+            )
+    return found
+
+
+def _check_same(path: Path, superblock: Superblock, number: int, one: Superblock) -> None:
+    if superblock.card_uuid != one.card_uuid:
+        raise UserError(f"the database {path} belongs to another card: put the right one in its place")
+    same = (superblock.number, superblock.databases, superblock.slot_bytes)
+    if same != (number, one.databases, one.slot_bytes):
+        raise UserError(f"{path} is database {superblock.number} of its card, not {number}: give them in order")
+
+
+def _relink(folder: Path, paths: Sequence[Path]) -> None:
+    for number, path in enumerate(paths):
+        link = _database_path(folder, number)
+        if link.exists() and not link.is_symlink() and not link.samefile(path):
+            raise UserError(f"the card in {folder} has its database {number} in the folder, not at {path}")
+        _link(folder, number, path, _Making())
+
+
+def _open_index(
+    folder: Path, databases: Sequence[Database], geometry: Geometry, *, rebuild_index: bool
+) -> tuple[Index, Loaded, bool]:
+    """The index, read and checked; made anew from the slots where it is missing or damaged."""
+    if not rebuild_index:
+        try:
+            return *_load_index(folder, databases, geometry), False
+        except (DamagedIndexError, MediumError) as error:
+            log.warning("the index in %s is damaged (%s): making it anew from the slots", folder, error)
+    _rebuild_index(folder, databases, geometry)
+    return *_load_index(folder, databases, geometry), True
+
+
+def _load_index(folder: Path, databases: Sequence[Database], geometry: Geometry) -> tuple[Index, Loaded]:
+    slots = [database.superblock.slots for database in databases]
+    index = Index.open(folder / _INDEX, slots=sum(slots))
+    try:
+        _check_meta(index.meta(), folder, databases, geometry)
+        return index, load(index, slots, geometry)
+    except BaseException:
+        index.close()
+        raise
+
+
+def _check_meta(meta: Meta, folder: Path, databases: Sequence[Database], geometry: Geometry) -> None:
+    if meta.card_uuid != databases[0].superblock.card_uuid:
+        raise UserError(
+            f"the index in {folder} belongs to another card than its databases: put the right ones "
+            "together, or remove the folder index to have it made anew"
+        )
+    if (meta.slot_bytes, meta.databases) != (geometry.slot_bytes, len(databases)):
+        raise DamagedIndexError("it tells of another geometry")
+
+
+def _rebuild_index(folder: Path, databases: Sequence[Database], geometry: Geometry) -> None:
+    """Make `index/` anew. Until it is complete it has another name, so that a crash only repeats this."""
+    slots = sum(database.superblock.slots for database in databases)
+    card_uuid = databases[0].superblock.card_uuid
+    rebuilt = rebuild(databases, card_uuid, geometry)
+    fresh, aside = folder / "index.new", folder / "index.damaged"
+    shutil.rmtree(fresh, ignore_errors=True)
+    meta = Meta(card_uuid, geometry.slot_bytes, len(databases), rebuilt.highest_generation, 0)
+    index = Index.create(fresh, meta, slots=slots)
+    try:
+        fill(index, rebuilt)
+    finally:
+        index.close()
+    if (folder / _INDEX).exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        (folder / _INDEX).rename(aside)
+    fresh.rename(folder / _INDEX)
+    _sync_folder(folder)
+    log.info("the index was made anew: %d objects from %d slots", len(rebuilt.objects), rebuilt.slots_scanned)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,283 @@
+"""One set of slots on one file or block device, and moving slots to and from it.
+
+Owns the descriptor, the superblocks, the choice of O_DIRECT, and every read and write of slots. Must not know
+objects, keys or the index. Thread-safe: it has no state but its descriptor.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeAlias
+
+from .errors import CorruptObject, MediumError, UserError
+from .geometry import DATA_OFFSET, IO_STEP_BYTES, SUPERBLOCK_BYTES, SUPERBLOCK_COPY_OFFSET
+from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
+
+log = logging.getLogger(__name__)
+
+IOV_MAX = 1_024  # buffers that the kernel takes in one call (UIO_MAXIOV)
+IO_BYTES_MAX = 32 << 20  # bytes per call: long enough for any device's full speed, short enough to stay fair
+FILE_MODE = 0o600
+
+_DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+_SUPERBLOCKS_BYTES = SUPERBLOCK_COPY_OFFSET + SUPERBLOCK_BYTES
+
+Mover: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Database:
+    """An open database. Buffers must be page-aligned whole I/O steps where `direct` is true."""
+
+    def __init__(self, path: Path, fd: int, superblock: Superblock, *, direct: bool) -> None:
+        self.path = path
+        self.superblock = superblock
+        self.direct = direct
+        self._fd = fd
+
+    @classmethod
+    def make(cls, path: Path, superblock: Superblock) -> None:
+        """Make an empty database; UserError, and nothing changed, where there is something else or no space.
+
+        A file is allocated in full now, so that no put can meet a full file system later.
+        """
+        existed = path.exists()
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        except OSError as error:
+            raise UserError(f"cannot make the database {path}: {error.strerror}") from error
+        try:
+            _check_empty(path, fd, superblock.card_uuid)
+            _allocate(path, fd, superblock)
+            data = pack_superblock(superblock)
+            os.pwrite(fd, data, SUPERBLOCK_COPY_OFFSET)
+            os.pwrite(fd, data, 0)
+            os.fsync(fd)
+        except BaseException:
+            if not existed:
+                with suppress(OSError):
+                    path.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def open(cls, path: Path) -> "Database":
+        """Open a database, mending one damaged copy of its superblock from the other."""
+        superblock = read_superblock(path)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise UserError(f"cannot open the database {path}: {error.strerror}") from error
+        try:
+            _check_size(path, fd, superblock)
+            data = pack_superblock(superblock)
+            if os.pread(fd, _SUPERBLOCKS_BYTES, 0) != data + data:
+                log.warning("a superblock of %s was damaged: written again from its copy", path)
+                os.pwrite(fd, data, 0)
+                os.pwrite(fd, data, SUPERBLOCK_COPY_OFFSET)
+                os.fsync(fd)
+        except OSError as error:
+            os.close(fd)
+            raise UserError(f"cannot use the database {path}: {error.strerror}") from error
+        except BaseException:
+            os.close(fd)
+            raise
+        direct_fd = _probe_direct(path, data)
+        if direct_fd is None:
+            log.info("%s: no O_DIRECT on this file system, I/O goes through the page cache", path)
+            return cls(path, fd, superblock, direct=False)
+        os.close(fd)
+        return cls(path, direct_fd, superblock, direct=True)
+
+    def write(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        """Write neighbouring slots; only the last buffer may be shorter than a slot. MediumError."""
+        self._move(os.pwritev, "writing", first_slot, buffers)
+
+    def read(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        """Read neighbouring slots; only the last buffer may be shorter. MediumError; CorruptObject where cut."""
+        self._move(os.preadv, "reading", first_slot, buffers)
+
+    def read_fronts(self, first_slot: int, fronts: Sequence[memoryview]) -> None:
+        """Read the first I/O step of neighbouring slots, each into its own buffer (for a scan)."""
+        slot_bytes = self.superblock.slot_bytes
+        for number, front in enumerate(fronts, first_slot):
+            self._move_all(os.preadv, "reading", DATA_OFFSET + number * slot_bytes, [front])
+
+    def sync(self) -> None:
+        """Make all that was written durable."""
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            raise MediumError.of(error, f"syncing {self.path}") from error
+
+    def close(self) -> None:
+        """Close the descriptor; nothing may be in flight."""
+        os.close(self._fd)
+
+    def _move(self, call: Mover, doing: str, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        assert 0 <= first_slot <= self.superblock.slots - len(buffers)
+        offset = DATA_OFFSET + first_slot * self.superblock.slot_bytes
+        for part in _parts(buffers):
+            self._move_all(call, doing, offset, part)
+            offset += sum(map(len, part))
+
+    def _move_all(self, call: Mover, doing: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        wanted = sum(map(len, buffers))
+        done = 0
+        while done < wanted:
+            try:
+                moved = call(self._fd, _rest(buffers, done) if done else buffers, offset + done)
+            except OSError as error:
+                raise MediumError.of(error, f"{doing} {wanted} bytes at {offset} of {self.path}") from error
+            if done + moved < wanted:
+                # A short move. With O_DIRECT the next one must begin on a step again.
+                moved -= (done + moved) % IO_STEP_BYTES if self.direct else 0
+                if moved <= 0:
+                    what = f"{doing} {wanted} bytes at {offset} of {self.path}: cut off after {done}"
+                    raise CorruptObject(what) if call is os.preadv else MediumError(errno.EIO, what)
+            done += moved
+
+
+def read_superblock(path: Path) -> Superblock:
+    """What a database says of itself, from either copy; UserError that says what to do when neither is good."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_SUPERBLOCKS_BYTES)
+    except FileNotFoundError as error:
+        raise UserError(
+            f"the database {path} is missing: bring it back, or remove the card's folder to begin with an empty card"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot read the database {path}: {error.strerror}") from error
+    first, second = (_superblock_at(data, offset) for offset in (0, SUPERBLOCK_COPY_OFFSET))
+    for found in (first, second):
+        if isinstance(found, Superblock):
+            return found
+        if isinstance(found, OtherVersionError):
+            raise UserError(f"{path} is {found}: use the release of xkv that made it, or another folder")
+    raise UserError(f"{path} is not a database of a card ({first}): give another path, or remove it if it is worthless")
+
+
+def _superblock_at(data: bytes, offset: int) -> Superblock | BadBytesError:
+    try:
+        return parse_superblock(data[offset : offset + SUPERBLOCK_BYTES])
+    except BadBytesError as problem:
+        return problem
+
+
+def new_superblock(
+    *, number: int, databases: int, slot_bytes: int, slots: int, card_uuid: bytes, database_uuid: bytes
+) -> Superblock:
+    """A superblock made now."""
+    return Superblock(number, databases, slot_bytes, slots, card_uuid, database_uuid, int(time.time()))
+
+
+def device_bytes(path: Path) -> int | None:
+    """The size of the block device at `path`; None where it is a file or nothing."""
+    try:
+        if not stat.S_ISBLK(path.stat().st_mode):
+            return None
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"cannot open {path}: {error.strerror}") from error
+    try:
+        return os.lseek(fd, 0, os.SEEK_END)
+    finally:
+        os.close(fd)
+
+
+def aligned(buffer_bytes: int) -> memoryview:
+    """Zeroed memory that O_DIRECT accepts."""
+    return memoryview(mmap.mmap(-1, buffer_bytes))
+
+
+def _database_bytes(superblock: Superblock) -> int:
+    return DATA_OFFSET + superblock.slots * superblock.slot_bytes
+
+
+def _check_empty(path: Path, fd: int, card_uuid: bytes) -> None:
+    """UserError unless there is nothing, or a beginning of the same card that was interrupted."""
+    front = os.pread(fd, _SUPERBLOCKS_BYTES, 0)
+    if not front.strip(b"\0"):
+        return
+    for offset in (0, SUPERBLOCK_COPY_OFFSET):
+        with suppress(BadBytesError):
+            if parse_superblock(front[offset : offset + SUPERBLOCK_BYTES]).card_uuid == card_uuid:
+                return
+    raise UserError(f"{path} holds something already: give another path, or empty it first")
+
+
+def _allocate(path: Path, fd: int, superblock: Superblock) -> None:
+    needed = _database_bytes(superblock)
+    if stat.S_ISBLK(os.fstat(fd).st_mode):
+        if os.lseek(fd, 0, os.SEEK_END) < needed:
+            raise UserError(f"{path} is smaller than the {needed} bytes asked for: give a smaller capacity")
+        return
+    try:
+        os.posix_fallocate(fd, 0, needed)
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            raise UserError(f"cannot allocate {needed} bytes for {path}: {error.strerror}") from error
+        free = os.fstatvfs(fd)
+        raise UserError(
+            f"no room for a database of {needed} bytes at {path} ({free.f_bavail * free.f_frsize} are free): "
+            "give a smaller capacity, or another path"
+        ) from error
+
+
+def _check_size(path: Path, fd: int, superblock: Superblock) -> None:
+    """A file that was cut is made whole again: what it lost reads as misses."""
+    size = os.lseek(fd, 0, os.SEEK_END)
+    if size < _database_bytes(superblock):
+        log.warning("%s was cut to %d bytes: what it lost are misses now", path, size)
+        _allocate(path, fd, superblock)
+
+
+def _probe_direct(path: Path, superblock: bytes) -> int | None:
+    """A descriptor with O_DIRECT, proved by rewriting the second superblock; None where that is refused."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno in _DIRECT_REFUSED:
+            return None
+        raise UserError(f"cannot open the database {path}: {error.strerror}") from error
+    buffer = aligned(SUPERBLOCK_BYTES)
+    buffer[:] = superblock
+    try:
+        written = os.pwritev(fd, [buffer], SUPERBLOCK_COPY_OFFSET)
+        buffer[:] = bytes(SUPERBLOCK_BYTES)
+        read = os.preadv(fd, [buffer], SUPERBLOCK_COPY_OFFSET)
+    except OSError as error:
+        os.close(fd)
+        if error.errno in _DIRECT_REFUSED:
+            return None
+        raise UserError(f"cannot use the database {path}: {error.strerror}") from error
+    if (written, read) == (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES) and buffer == superblock:
+        return fd
+    os.close(fd)
+    return None
+
+
+def _parts(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:
+    """`buffers` in calls of at most IOV_MAX buffers and about IO_BYTES_MAX bytes (at least one buffer)."""
+    step = max(1, min(IOV_MAX, IO_BYTES_MAX // max(1, len(buffers[0])))) if buffers else 1
+    for begin in range(0, len(buffers), step):
+        yield buffers[begin : begin + step]
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of `buffers` after `done` bytes."""
+    rest = []
+    for buffer in buffers:
+        if done < len(buffer):
+            rest.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return rest

@@ -1,0 +1,128 @@
+"""An object and its fragments: where each lies, how a slot is sealed, how it is proved.
+
+Owns the plan of an object's pieces, and making and checking slot headers and payload checksums. Pure (memory in,
+memory out). Must not know files, the index or threads.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .errors import CorruptObject
+from .geometry import HEADER_BYTES, Geometry
+from .layout import (
+    BadBytesError,
+    Extent,
+    SlotHeader,
+    checksum,
+    pack_slot_header,
+    parse_slot_header,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What every slot of one object must say."""
+
+    card_uuid: bytes
+    key: bytes
+    generation: int
+    length: int
+    family: int
+    position: int
+
+
+class Piece(NamedTuple):
+    """Neighbouring fragments of an object in neighbouring slots of one database."""
+
+    database: int
+    slot: int
+    fragment: int
+    slots: int
+
+
+def pieces(extents: Iterable[Extent], first_fragment: int, fragments: int) -> list[Piece]:
+    """Where `fragments` fragments from `first_fragment` on lie, in their order."""
+    found = []
+    end_fragment = first_fragment + fragments
+    at = 0
+    for database, slot, slots in extents:
+        begin, end = max(at, first_fragment), min(at + slots, end_fragment)
+        if begin < end:
+            found.append(Piece(database, slot + begin - at, begin, end - begin))
+        at += slots
+    return found
+
+
+def seal(slot: memoryview, identity: Identity, geometry: Geometry, fragment: int) -> memoryview:
+    """Make the header of the fragment whose payload is in `slot`, in place; the part that is to be written.
+
+    What lies behind the payload in that part is zeroed: it may be another object's.
+    """
+    payload_bytes = geometry.payload_bytes(identity.length, fragment)
+    payload_end = HEADER_BYTES + payload_bytes
+    fill_bytes = geometry.slot_fill_bytes(identity.length, fragment)
+    if fill_bytes > payload_end:
+        slot[payload_end:fill_bytes] = bytes(fill_bytes - payload_end)
+    header = SlotHeader(
+        identity.key,
+        fragment,
+        geometry.fragments(identity.length),
+        payload_bytes,
+        identity.generation,
+        identity.length,
+        checksum(slot[HEADER_BYTES:payload_end]),
+        identity.card_uuid,
+        identity.family,
+        identity.position,
+    )
+    pack_slot_header(slot, header)
+    return slot[:fill_bytes]
+
+
+def prove(slot: memoryview, identity: Identity, geometry: Geometry, fragment: int) -> None:
+    """CorruptObject unless `slot` holds exactly this fragment of this object, undamaged."""
+    try:
+        header = parse_slot_header(slot)
+    except BadBytesError as error:
+        raise CorruptObject(f"fragment {fragment}: {error}") from error
+    payload_bytes = geometry.payload_bytes(identity.length, fragment)
+    found = (
+        header.card_uuid,
+        header.key,
+        header.generation,
+        header.fragment,
+        header.fragments,
+        header.length,
+        header.payload_bytes,
+    )
+    wanted = (
+        identity.card_uuid,
+        identity.key,
+        identity.generation,
+        fragment,
+        geometry.fragments(identity.length),
+        identity.length,
+        payload_bytes,
+    )
+    if found != wanted:
+        differing = [name for name, one, two in zip(_PROVED, found, wanted, strict=True) if one != two]
+        raise CorruptObject(f"fragment {fragment}: the slot holds another {', '.join(differing)}")
+    if checksum(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes]) != header.payload_checksum:
+        raise CorruptObject(f"fragment {fragment}: the payload's checksum is wrong")
+
+
+def filled(slots: Sequence[memoryview], length: int, geometry: Geometry, first_fragment: int) -> list[memoryview]:
+    """Each slot as far as its fragment of an object of `length` bytes fills it."""
+    return [slot[: geometry.slot_fill_bytes(length, fragment)] for fragment, slot in enumerate(slots, first_fragment)]
+
+
+_PROVED = (
+    "card uuid",
+    "key",
+    "generation",
+    "fragment index",
+    "fragment count",
+    "object length",
+    "payload length",
+)

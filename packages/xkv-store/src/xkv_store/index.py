@@ -1,0 +1,392 @@
+"""The index: which object lies where, in an LMDB environment that only the gateway's process opens.
+
+Owns every use of lmdb: the named databases of docs/format.md ("Index"), reading them from one snapshot, and
+applying a batch of changes in one transaction. Must not know slots, the medium or why something changes.
+Reads are the main thread's, `apply` the committer's; a lock keeps the map from growing under a read.
+Why LMDB, and with these flags: docs/adr/0002-order-of-a-put-and-durability.md.
+"""
+
+from __future__ import annotations  # lmdb.Transaction takes a parameter in its stubs only
+
+import errno
+import logging
+import os
+import struct
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import lmdb
+
+from .errors import MediumError, UserError
+from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+NAMED_DATABASES = (b"meta", b"objects", b"order", b"namespaces")
+MAP_BYTES_MIN = 16 << 20
+INDEX_BYTES_PER_SLOT = 512  # objects (key, record) + order (key, object key), in pages that are half full
+READERS_MAX = 8  # transactions of this one process
+
+_U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_META_MAGIC = 0xBEEFC0DE
+_META = struct.Struct("<16xII8xQ")  # page header, magic, version, address, map size
+_META_PAGE_BYTES = struct.Struct("<40xI")
+_META_LAST_PAGE = struct.Struct("<136xQQ")  # last page, transaction
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """What the index says of its card."""
+
+    card_uuid: bytes
+    slot_bytes: int
+    databases: int
+    generation_ceiling: int
+    boots: int
+
+
+@dataclass(frozen=True, slots=True)
+class SetObject:
+    """The object `key` is now what `record` (packed) says, whatever it was before."""
+
+    key: bytes
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveObject:
+    """There is no object `key` any more, whatever it was before."""
+
+    key: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SetNamespace:
+    """The identity behind a namespace, as JSON."""
+
+    namespace: bytes
+    descriptor: bytes
+
+
+Change: TypeAlias = SetObject | RemoveObject | SetNamespace
+
+
+class DamagedIndexError(Exception):
+    """The environment cannot be used: missing, cut off or not what LMDB expects. It is made anew from the slots."""
+
+
+class Index:
+    """An open index. Damage that shows at once raises DamagedIndexError from `open`."""
+
+    def __init__(self, folder: Path, env: lmdb.Environment, *, map_bytes_max: int) -> None:
+        self._folder = folder
+        self._env = env
+        self._map_bytes_max = map_bytes_max
+        self._lock = threading.Lock()
+        self._reader: lmdb.Transaction[bytes] | None = None
+        self._meta, self._objects, self._order, self._namespaces = (env.open_db(name) for name in NAMED_DATABASES)
+
+    @classmethod
+    def create(cls, folder: Path, meta: Meta, *, slots: int, map_bytes: int | None = None) -> Index:
+        """A new, empty index for a card of `slots` slots, with its space allocated ahead where it can be."""
+        folder.mkdir(mode=0o700)
+        index = cls._open(folder, slots, map_bytes)
+        try:
+            index.set_meta(meta)
+            with suppress(OSError):  # as good as it gets: ENOSPC here only means that it may come later
+                fd = os.open(folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
+                try:
+                    os.posix_fallocate(fd, 0, max(1 << 16, slots * INDEX_BYTES_PER_SLOT))
+                finally:
+                    os.close(fd)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    @classmethod
+    def open(cls, folder: Path, *, slots: int, map_bytes: int | None = None) -> Index:
+        """The existing index in `folder`; UserError for one of another format version."""
+        _check_whole(folder / "data.mdb")
+        index = cls._open(folder, slots, map_bytes)
+        try:
+            index.meta()
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    @classmethod
+    def _open(cls, folder: Path, slots: int, map_bytes: int | None) -> Index:
+        # The card's own lock says that nobody else has this environment open, so that a lock file can only be a
+        # dead process's, perhaps of another pid namespace: its readers are stale, its mutex of no use.
+        (folder / "lock.mdb").unlink(missing_ok=True)
+        likely_bytes = max(MAP_BYTES_MIN, slots * INDEX_BYTES_PER_SLOT * 2)
+        on_disk = (folder / "data.mdb").stat().st_size if (folder / "data.mdb").exists() else 0
+        try:
+            env = lmdb.open(
+                str(folder),
+                map_size=max(map_bytes or likely_bytes, on_disk),
+                mode=0o600,
+                max_dbs=len(NAMED_DATABASES),
+                max_readers=READERS_MAX,
+                max_spare_txns=2,
+                metasync=False,
+                readahead=False,
+            )
+            return cls(folder, env, map_bytes_max=likely_bytes * 16)
+        except lmdb.Error as error:
+            raise DamagedIndexError(str(error)) from error
+
+    # --- reading: the main thread ---------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """From now on read what the last `apply` has left."""
+        with self._lock:
+            if self._reader is not None:
+                self._reader.abort()  # lmdb keeps it as a spare and renews it
+                self._reader = None
+
+    def get(self, key: bytes) -> bytes | None:
+        """The packed record of an object. MediumError where the index cannot be read (so in all that follow)."""
+        with self._lock, _Reading(self._folder):
+            return self._read().get(key, db=self._objects)
+
+    def chunk(self, chunk_key: bytes, objects_max: int) -> list[tuple[bytes, bytes]]:
+        """(key, record) of every rank's object of a chunk, at most `objects_max`."""
+        found: list[tuple[bytes, bytes]] = []
+        key_bytes = len(chunk_key) + 2
+        with self._lock, _Reading(self._folder), self._read().cursor(self._objects) as cursor:
+            if cursor.set_range(chunk_key):
+                for key, record in cursor.iternext():
+                    if not key.startswith(chunk_key) or len(found) == objects_max:
+                        break
+                    if len(key) == key_bytes:
+                        found.append((key, record))
+        return found
+
+    def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """(order key, object key) of the next `limit` objects in the order of eviction, from `order_key` on."""
+        found: list[tuple[bytes, bytes]] = []
+        with self._lock, _Reading(self._folder), self._read().cursor(self._order) as cursor:
+            if cursor.set_range(order_key):
+                for pair in cursor.iternext():
+                    if len(found) == limit:
+                        break
+                    found.append(pair)
+        return found
+
+    def namespaces(self) -> dict[bytes, bytes]:
+        """Every namespace with its descriptor."""
+        with self._lock, _Reading(self._folder), self._read().cursor(self._namespaces) as cursor:
+            return dict(cursor.iternext())
+
+    def scan(self) -> tuple[list[bytes], list[bytes]]:
+        """All keys and all records, in the order of keys."""
+        with self._lock, _Reading(self._folder), self._read().cursor(self._objects) as cursor:
+            keys = list(cursor.iternext(keys=True, values=False))
+            cursor.first()
+            return keys, list(cursor.iternext(keys=False, values=True)) if keys else []
+
+    def counts(self) -> tuple[int, int]:
+        """(objects, entries of the order): equal unless the index is damaged."""
+        with self._lock, _Reading(self._folder):
+            reader = self._read()
+            return reader.stat(self._objects)["entries"], reader.stat(self._order)["entries"]
+
+    def meta(self) -> Meta:
+        """What the index says of its card; DamagedIndexError, or UserError for another format version."""
+        with self._lock, _Reading(self._folder):
+            reader = self._read()
+            names = (b"format", b"card_uuid", b"slot_bytes", b"databases", b"generation_ceiling", b"boots")
+            values = [reader.get(name, db=self._meta, default=b"") for name in names]
+        if not all(values):
+            raise DamagedIndexError("its meta entries are missing")
+        version, card_uuid, slot_bytes, databases, ceiling, boots = values
+        try:
+            if _U16.unpack(version)[0] != FORMAT_VERSION:
+                raise UserError(
+                    f"{self._folder} is an index of format version {_U16.unpack(version)[0]}, this program knows "
+                    f"version {FORMAT_VERSION}: use the release of xkv that made it, or another folder"
+                )
+            return Meta(
+                card_uuid,
+                _U32.unpack(slot_bytes)[0],
+                _U16.unpack(databases)[0],
+                _U64.unpack(ceiling)[0],
+                _U64.unpack(boots)[0],
+            )
+        except struct.error as error:
+            raise DamagedIndexError(f"its meta entries are damaged ({error})") from error
+
+    # --- writing: the committer -----------------------------------------------------------------------------
+
+    def apply(self, changes: Iterable[Change], generation_ceiling: int | None = None) -> None:
+        """Apply `changes` in order in one transaction; MediumError, and nothing applied, if that fails.
+
+        With a ceiling, it is durable when this returns; changes alone may be lost with a machine's power.
+        """
+        changes = list(changes)
+        try:
+            while not self._try(changes, generation_ceiling):
+                if not self._grow():
+                    what = f"the index {self._folder} is full at {self.map_bytes()} bytes"
+                    raise MediumError(errno.ENOSPC, what, "make the card anew, with larger objects")
+            if generation_ceiling is not None:
+                self._env.sync(True)
+        except (lmdb.Error, OSError) as error:
+            raise _as_medium_error(error, f"writing the index {self._folder}") from error
+
+    def set_meta(self, meta: Meta) -> None:
+        """Write what the index says of its card, durably."""
+        values = {
+            b"format": _U16.pack(FORMAT_VERSION),
+            b"card_uuid": meta.card_uuid,
+            b"slot_bytes": _U32.pack(meta.slot_bytes),
+            b"databases": _U16.pack(meta.databases),
+            b"generation_ceiling": _U64.pack(meta.generation_ceiling),
+            b"boots": _U64.pack(meta.boots),
+        }
+        try:
+            with self._env.begin(write=True) as transaction:
+                for name, value in values.items():
+                    transaction.put(name, value, db=self._meta)
+            self._env.sync(True)
+        except (lmdb.Error, OSError) as error:
+            raise _as_medium_error(error, f"writing the index {self._folder}") from error
+        self.refresh()
+
+    def restore_order(self) -> None:
+        """Make the order anew from the objects."""
+        keys, records = self.scan()
+        with _Reading(self._folder), self._env.begin(write=True) as transaction:
+            transaction.drop(self._order, delete=False)
+            for key, record in zip(keys, records, strict=True):
+                with suppress(BadBytesError):
+                    transaction.put(_order_key(record), key, db=self._order)
+        self.refresh()
+
+    def sync(self) -> None:
+        """Make everything applied durable."""
+        try:
+            self._env.sync(True)
+        except (lmdb.Error, OSError) as error:
+            raise _as_medium_error(error, f"syncing the index {self._folder}") from error
+
+    def map_bytes(self) -> int:
+        """The size of the map: what the index may grow to before the map grows."""
+        return self._env.info()["map_size"]
+
+    def close(self) -> None:
+        """Close the environment; what was not applied is lost."""
+        with self._lock:
+            if self._reader is not None:
+                self._reader.abort()
+                self._reader = None
+            self._env.close()
+
+    def _try(self, changes: list[Change], generation_ceiling: int | None) -> bool:
+        """One transaction; False, and nothing applied, when the map is full."""
+        try:
+            with self._env.begin(write=True) as transaction:
+                for change in changes:
+                    self._apply_one(transaction, change)
+                if generation_ceiling is not None:
+                    transaction.put(b"generation_ceiling", _U64.pack(generation_ceiling), db=self._meta)
+        except lmdb.MapFullError:
+            return False
+        return True
+
+    def _apply_one(self, transaction: lmdb.Transaction[bytes], change: Change) -> None:
+        match change:
+            case SetObject(key, record):
+                self._forget_order(transaction, key)
+                transaction.put(key, record, db=self._objects)
+                transaction.put(_order_key(record), key, db=self._order)
+            case RemoveObject(key):
+                self._forget_order(transaction, key)
+                transaction.delete(key, db=self._objects)
+            case SetNamespace(namespace, descriptor):
+                transaction.put(namespace, descriptor, db=self._namespaces)
+
+    def _forget_order(self, transaction: lmdb.Transaction[bytes], key: bytes) -> None:
+        old = transaction.get(key, db=self._objects)
+        if old is not None:
+            with suppress(BadBytesError):  # such a record's entry in the order leads nowhere, and is passed over
+                transaction.delete(_order_key(old), db=self._order)
+
+    def _grow(self) -> bool:
+        """Double the map within its bound: 16 times what the card's slots need is more than any index uses."""
+        with self._lock:
+            size = self.map_bytes()
+            if size >= self._map_bytes_max:
+                return False
+            if self._reader is not None:
+                self._reader.abort()
+                self._reader = None
+            self._env.set_mapsize(min(size * 2, self._map_bytes_max))
+            log.info("the index's map grows from %d to %d bytes", size, self.map_bytes())
+            return True
+
+    def _read(self) -> lmdb.Transaction[bytes]:
+        if self._reader is None:
+            self._reader = self._env.begin()
+        return self._reader
+
+
+class _Reading:
+    """Turns lmdb's errors into the medium's."""
+
+    __slots__ = ("_folder",)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, lmdb.Error):
+            raise _as_medium_error(error, f"reading the index {self._folder}") from error
+
+
+def _order_key(record: bytes) -> bytes:
+    generation, _, family, position, _ = parse_record(record)
+    return pack_order_key(family, position, generation)
+
+
+def _as_medium_error(error: lmdb.Error | OSError, what: str) -> MediumError:
+    if isinstance(error, OSError):
+        return MediumError.of(error, what)
+    if isinstance(error, lmdb.DiskError) or "No space" in str(error):
+        return MediumError(errno.ENOSPC, what, "free some space on that file system")
+    return MediumError(errno.EIO, f"{what} ({error})", "restart the gateway: it makes a damaged index anew")
+
+
+def _check_whole(data_file: Path) -> None:
+    """DamagedIndexError for a file that LMDB would map and then die of: one that ends before its last page."""
+    try:
+        with data_file.open("rb") as file:
+            front = file.read(256)
+            page_bytes = _META_PAGE_BYTES.unpack_from(front)[0] if len(front) == 256 else 0
+            if not 512 <= page_bytes <= 1 << 16 or _META.unpack_from(front)[0] != _META_MAGIC:
+                raise DamagedIndexError("it does not begin like an index")
+            file.seek(page_bytes)
+            second = file.read(256)
+            size = data_file.stat().st_size
+    except FileNotFoundError as error:
+        raise DamagedIndexError("it is missing") from error
+    except OSError as error:
+        raise DamagedIndexError(f"it cannot be read ({error.strerror})") from error
+    if len(second) < 256 or _META.unpack_from(second)[0] != _META_MAGIC:
+        raise DamagedIndexError("its second page is damaged")
+    metas = [_META_LAST_PAGE.unpack_from(page) for page in (front, second)]
+    last_page, _ = max(metas, key=lambda meta: meta[1])
+    if (last_page + 1) * page_bytes > size:
+        raise DamagedIndexError(f"it is cut off: {size} bytes, of {(last_page + 1) * page_bytes}")

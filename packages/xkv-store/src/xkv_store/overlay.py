@@ -1,0 +1,202 @@
+"""The index as the main thread sees it: what is committed, with what is not yet committed laid over it.
+
+Owns the ordered queue of changes, the overlay that answers for them, and turning them into batches. Must not
+know slots, the medium, the table or policy. Main thread only; the committer sees a batch and nothing else.
+"""
+
+from collections import deque
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from .geometry import RANK_MAX
+from .index import Change, Index, RemoveObject, SetNamespace, SetObject
+from .layout import BadBytesError, Record, pack_record, parse_record
+from .limbo import Ghost
+
+CHANGES_PER_BATCH_MAX = 4_096  # a transaction of some 20 ms: what a confirmation may wait for another
+CHANGES_QUEUED_MAX = 65_536  # beyond this nothing new is admitted: the index does not keep up, or fails
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One queued change. When it is committed, its `ghosts` are settled."""
+
+    change: Change
+    generation: int = 0  # of the object that is set, 0 otherwise
+    ghosts: list[Ghost] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitBatch:
+    """Changes to be applied in one transaction, in order."""
+
+    steps: tuple[Step, ...]
+    generation_ceiling: int | None
+
+    @property
+    def changes(self) -> Iterable[Change]:
+        """What to apply."""
+        return [step.change for step in self.steps]
+
+
+_Entry: TypeAlias = tuple[Step, Record | None]
+
+
+class Overlay:
+    """Reads and queues; see the module's docstring."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._entries: dict[bytes, _Entry] = {}
+        self._namespaces: dict[bytes, bytes] = {}
+        self._queue: deque[Step] = deque()
+        self._batch: CommitBatch | None = None
+        self._ceiling: int | None = None
+
+    def __len__(self) -> int:
+        """Changes that are not yet committed."""
+        return len(self._queue) + (len(self._batch.steps) if self._batch else 0)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing new should be admitted."""
+        return len(self) >= CHANGES_QUEUED_MAX
+
+    def record(self, key: bytes) -> Record | None:
+        """The present record of an object. MediumError where the index cannot be read."""
+        entry = self._entries.get(key)
+        if entry is not None:
+            return entry[1]
+        packed = self._index.get(key)
+        return _parse(packed) if packed is not None else None
+
+    def chunk(self, chunk_key: bytes, objects_max: int) -> list[tuple[bytes, Record]]:
+        """The present, committed objects of a chunk. (One that waits for its commit is the caller's to know.)"""
+        found = []
+        for key, packed in self._index.chunk(chunk_key, objects_max):
+            entry = self._entries.get(key)
+            record = entry[1] if entry is not None else _parse(packed)
+            if record is not None:
+                found.append((key, record))
+        return found
+
+    def set(self, key: bytes, record: Record, replaced: Ghost | None) -> None:
+        """Queue an object."""
+        ghosts = [replaced] if replaced is not None else []
+        self._push(key, Step(SetObject(key, pack_record(record)), record.generation, ghosts), record)
+
+    def remove(self, key: bytes, ghost: Ghost) -> None:
+        """Queue an object's removal."""
+        self._push(key, Step(RemoveObject(key), 0, [ghost]), None)
+
+    def set_namespace(self, namespace: bytes, descriptor: bytes) -> None:
+        """Queue a namespace's descriptor, unless it is known."""
+        if self._namespaces.get(namespace) != descriptor:
+            self._namespaces[namespace] = descriptor
+            self._queue.append(Step(SetNamespace(namespace, descriptor)))
+
+    def raise_ceiling(self, generation_ceiling: int) -> None:
+        """Have a new ceiling of generations made durable with the next batch."""
+        self._ceiling = generation_ceiling
+
+    def take(self) -> CommitBatch | None:
+        """The next batch; None where there is nothing to commit, or the last batch has not come back."""
+        if self._batch is not None or not (self._queue or self._ceiling is not None):
+            return None
+        steps = [self._queue.popleft() for _ in range(min(len(self._queue), CHANGES_PER_BATCH_MAX))]
+        self._batch = CommitBatch(tuple(steps), self._ceiling)
+        self._ceiling = None
+        return self._batch
+
+    def settle(self, batch: CommitBatch) -> list[tuple[SetObject, int, Record | None]]:
+        """`batch` is committed. (change, generation, its record if it is still the key's present one) of each
+        object that it set.
+        """
+        assert batch is self._batch
+        self._batch = None
+        self._index.refresh()
+        done = []
+        for step in batch.steps:
+            present = self._drop(step)
+            for ghost in step.ghosts:
+                ghost.settled = True
+            if isinstance(step.change, SetObject):
+                done.append((step.change, step.generation, present))
+        return done
+
+    def undo(self, batch: CommitBatch) -> list[tuple[SetObject, Step, Record | None]]:
+        """`batch` could not be committed, or only perhaps: its objects are removed instead, in its place.
+
+        (change, the step that removes it now, its record if it was the key's present one) of each object that
+        it would have set; a ghost with that record belongs into the step's ghosts.
+        """
+        assert batch is self._batch
+        self._batch = None
+        self._index.refresh()
+        if batch.generation_ceiling is not None and self._ceiling is None:
+            self._ceiling = batch.generation_ceiling
+        undone: list[tuple[SetObject, Step, Record | None]] = []
+        again = []
+        for step in batch.steps:
+            if isinstance(step.change, SetObject):
+                key = step.change.key
+                removal = Step(RemoveObject(key), 0, step.ghosts)
+                present = self._drop(step)
+                if present is not None:
+                    self._entries[key] = (removal, None)
+                undone.append((step.change, removal, present))
+                again.append(removal)
+            else:
+                again.append(step)
+        self._queue.extendleft(reversed(again))
+        return undone
+
+    def _push(self, key: bytes, step: Step, record: Record | None) -> None:
+        self._queue.append(step)
+        self._entries[key] = (step, record)
+
+    def _drop(self, step: Step) -> Record | None:
+        """Take the step out of the overlay; the record that it stood for, if nothing later stands for the key."""
+        if isinstance(step.change, SetNamespace):
+            return None
+        entry = self._entries.get(step.change.key)
+        if entry is None or entry[0] is not step:
+            return None
+        del self._entries[step.change.key]
+        return entry[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Present:
+    """What the choice of what leaves sees of a card: present objects, and those that something holds."""
+
+    index: Index
+    overlay: Overlay
+    busy_chunks: Container[bytes]  # with an object that is being put, or not yet committed
+    pinned: Container[int]  # generations that are being read
+
+    def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """(order key, object key) of the next committed objects."""
+        return self.index.order_from(order_key, limit)
+
+    def generation_of(self, key: bytes) -> int | None:
+        """The present generation of an object."""
+        record = self.overlay.record(key)
+        return record.generation if record is not None else None
+
+    def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
+        """The present objects of a chunk."""
+        return self.overlay.chunk(chunk_key, RANK_MAX + 1)
+
+    def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
+        """Whether the chunk must stay for now."""
+        return chunk_key in self.busy_chunks or any(record.generation in self.pinned for _, record in chunk)
+
+
+def _parse(packed: bytes) -> Record | None:
+    """A record that cannot be parsed is damage: a miss, which the next start removes."""
+    try:
+        return parse_record(packed)
+    except BadBytesError:
+        return None

@@ -1,0 +1,296 @@
+"""From an index, or from bare slots, to what a card needs in memory.
+
+Owns reading a whole index into columns (no step per object), checking it against the databases, and making an
+index anew from slot headers. Must not know locks, sessions, or what happens after the start.
+"""
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .database import Database, aligned
+from .errors import MediumError, PeerError
+from .extents import SlotAllocator
+from .geometry import EXTENTS_MAX, IO_STEP_BYTES, NAMESPACE_BYTES, RANKS_PER_ENTRY, Geometry
+from .index import Index, RemoveObject, SetObject
+from .key import ObjectKey, tag_salt
+from .layout import EXTENT, RECORD, BadBytesError, Extent, Record, SlotHeader, pack_record, parse_slot_header
+
+log = logging.getLogger(__name__)
+
+FRONTS_PER_BATCH = 2_048  # slot headers read at a time: 8 MiB
+SCAN_THREADS = 16  # reads in flight while slots are scanned; an NVMe's latency hides behind them
+CHANGES_PER_TRANSACTION = 65_536  # of an index that is made anew
+
+_KEY_FIXED_BYTES = 23  # all of a key but its hash
+_HASH_AT = 21
+_PAGES_MAX = (1 << 16) // RANKS_PER_ENTRY
+
+U64s = npt.NDArray[np.uint64]
+I64s = npt.NDArray[np.int64]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checked index in columns, one row per object; `used` has one row per slot of each database."""
+
+    tags: U64s
+    generations: U64s
+    rank_bits: U64s
+    fragments: U64s
+    lengths: U64s
+    used: list[npt.NDArray[np.bool_]]
+
+    def allocators(self) -> list[SlotAllocator]:
+        """The free slots of each database."""
+        return [SlotAllocator.with_used(len(used), used) for used in self.used]
+
+
+def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
+    """Read the index; entries that are damaged or claim each other's slots are removed from it."""
+    objects, order = index.counts()
+    if objects != order:
+        log.warning("the index has %d objects and %d entries in their order: making the order anew", objects, order)
+        index.restore_order()
+    keys, records = index.scan()
+    columns = _Columns(len(keys))
+    columns.add_keys(keys)
+    columns.add_records(records)
+    used = columns.check_extents(slots, geometry)
+    if not columns.good.all():
+        bad = [keys[row] for row in np.flatnonzero(~columns.good).tolist()]
+        log.warning("removing %d damaged entries from the index", len(bad))
+        index.apply([RemoveObject(key) for key in bad])
+        index.refresh()
+    good = columns.good
+    return Loaded(
+        columns.tags[good],
+        columns.generations[good],
+        columns.rank_bits[good],
+        columns.fragments[good],
+        columns.lengths[good],
+        used,
+    )
+
+
+class _Columns:
+    """The rows of an index while they are being read."""
+
+    def __init__(self, rows: int) -> None:
+        self.good = np.ones(rows, np.bool_)
+        self.tags, self.generations, self.rank_bits, self.fragments, self.lengths = (
+            np.zeros(rows, np.uint64) for _ in range(5)
+        )
+        self._owner: list[I64s] = []
+        self._extents: list[Bytes] = []
+
+    def add_keys(self, keys: list[bytes]) -> None:
+        """Tags and rank bits."""
+        for rows, data in _by_length(keys):
+            hash_bytes = data.shape[1] - _KEY_FIXED_BYTES
+            if hash_bytes < 1:
+                self.good[rows] = False
+                continue
+            self.good[rows] &= data[:, _HASH_AT - 1] == hash_bytes
+            front = np.zeros((len(data), 8), np.uint8)
+            front[:, : min(8, hash_bytes)] = data[:, _HASH_AT : _HASH_AT + min(8, hash_bytes)]
+            ranks = data[:, -2].astype(np.int64) * 256 + data[:, -1]
+            tags = front.view("<u8")[:, 0] ^ _salts(data[:, : _HASH_AT - 1], ranks // RANKS_PER_ENTRY)
+            tags[tags == 0] = 1
+            self.tags[rows] = tags
+            self.rank_bits[rows] = np.uint64(1) << (ranks % RANKS_PER_ENTRY).astype(np.uint64)
+
+    def add_records(self, records: list[bytes]) -> None:
+        """Generations, lengths and extents."""
+        for rows, data in _by_length(records):
+            extents, rest = divmod(data.shape[1] - RECORD.size, EXTENT.size)
+            if extents < 1 or rest:
+                self.good[rows] = False
+                continue
+            self.good[rows] &= _column(data, 28, "<u2") == extents
+            self.generations[rows] = _column(data, 0, "<u8")
+            self.lengths[rows] = _column(data, 8, "<u8")
+            self._owner.append(np.repeat(rows, extents))
+            self._extents.append(data[:, RECORD.size :].reshape(-1, EXTENT.size))
+
+    def check_extents(self, slots: Sequence[int], geometry: Geometry) -> list[npt.NDArray[np.bool_]]:
+        """Used slots of each database. Entries out of range, of the wrong size or overlapping are not good."""
+        owner = np.concatenate([*self._owner, np.zeros(0, np.int64)])
+        data = np.concatenate([*self._extents, np.zeros((0, EXTENT.size), np.uint8)])
+        database = _column(data, 0, "<u2").astype(np.int64)
+        first = _column(data, 2, "<u4").astype(np.int64)
+        count = _column(data, 6, "<u4").astype(np.int64)
+        bounds = np.array([*slots, 0], np.int64)[np.minimum(database, len(slots))]
+        self.good[owner[(count < 1) | (first + count > bounds)]] = False
+        held = np.bincount(owner, weights=count, minlength=len(self.good)).astype(np.uint64)
+        payload = np.uint64(geometry.fragment_bytes)
+        self.fragments = np.maximum(self.lengths // payload + (self.lengths % payload > 0), 1).astype(np.uint64)
+        self.good &= held == self.fragments
+        keep = self.good[owner]
+        owner, database, first, count = owner[keep], database[keep], first[keep], count[keep]
+        used = []
+        overlapping = np.zeros(len(self.good), np.bool_)
+        for number, total in enumerate(slots):
+            mine = database == number
+            begin, end = first[mine], first[mine] + count[mine]
+            cover = _cover(begin, end, total)
+            if (cover > 1).any():
+                doubly = np.concatenate(([0], np.cumsum(cover > 1)))
+                overlapping[owner[mine][doubly[end] > doubly[begin]]] = True
+            used.append(cover > 0)
+        if overlapping.any():  # never written by us; which of them is right only a read could say
+            self.good &= ~overlapping
+            return self.check_extents(slots, geometry)
+        return used
+
+
+def _cover(begin: I64s, end: I64s, total: int) -> I64s:
+    """How many of the runs [begin, end) lie over each of `total` slots."""
+    edges = np.bincount(begin, minlength=total + 1) - np.bincount(end, minlength=total + 1)
+    cover: I64s = np.cumsum(edges)[:total]
+    return cover
+
+
+def _by_length(items: list[bytes]) -> list[tuple[I64s, Bytes]]:
+    """(rows, bytes as a matrix) for each length that occurs."""
+    lengths = np.fromiter(map(len, items), np.int64, len(items))
+    blob = np.frombuffer(b"".join(items), np.uint8)
+    found: list[tuple[I64s, Bytes]] = []
+    distinct = np.unique(lengths).tolist()
+    if len(distinct) == 1:
+        return [(np.arange(len(items)), blob.reshape(len(items), distinct[0]))]
+    offsets = np.cumsum(lengths) - lengths
+    for length in distinct:
+        rows = np.flatnonzero(lengths == length)
+        found.append((rows, blob[offsets[rows][:, None] + np.arange(length)]))
+    return found
+
+
+def _column(data: Bytes, at: int, kind: str) -> npt.NDArray[np.unsignedinteger]:
+    column: npt.NDArray[np.unsignedinteger] = np.ascontiguousarray(data[:, at : at + np.dtype(kind).itemsize]).view(
+        kind
+    )[:, 0]
+    return column
+
+
+def _salts(heads: Bytes, pages: I64s) -> U64s:
+    """The salt of each row's (namespace, group, page of ranks). Rows come in the order of keys: heads in runs."""
+    new = np.concatenate(([False], (heads[1:] != heads[:-1]).any(axis=1)))
+    combined = np.cumsum(new) * _PAGES_MAX + pages
+    _, first, inverse = np.unique(combined, return_index=True, return_inverse=True)
+    salts = []
+    for row in first.tolist():
+        head = heads[row].tobytes()
+        group = int.from_bytes(head[NAMESPACE_BYTES:], "big")
+        salts.append(tag_salt(head[:NAMESPACE_BYTES], group, int(pages[row])))
+    found: U64s = np.array(salts, np.uint64)[inverse.reshape(-1)]
+    return found
+
+
+# --- from bare slots ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuilt:
+    """What a scan of all slots has found."""
+
+    objects: dict[bytes, Record]
+    highest_generation: int
+    slots_scanned: int
+
+
+def rebuild(databases: Sequence[Database], card_uuid: bytes, geometry: Geometry) -> Rebuilt:
+    """The newest complete generation of every key that slot headers tell of. Payloads are proved when read."""
+    parts: dict[int, list[tuple[SlotHeader, int, int]]] = {}
+    scanned = 0
+    for number, database in enumerate(databases):
+        scanned += database.superblock.slots
+        for slot, header in _scan(database):
+            if header.card_uuid == card_uuid:
+                parts.setdefault(header.generation, []).append((header, number, slot))
+    objects: dict[bytes, Record] = {}
+    for generation in sorted(parts):
+        found = _assemble(parts[generation], geometry)
+        if found is not None:
+            objects[found[0]] = found[1]  # ascending generations: the newest is set last
+    return Rebuilt(objects, max(parts, default=0), scanned)
+
+
+def fill(index: Index, rebuilt: Rebuilt) -> None:
+    """Write what a rebuild has found into an empty index."""
+    changes = [SetObject(key, pack_record(record)) for key, record in sorted(rebuilt.objects.items())]
+    for begin in range(0, len(changes), CHANGES_PER_TRANSACTION):
+        index.apply(changes[begin : begin + CHANGES_PER_TRANSACTION])
+    index.sync()
+    index.refresh()
+
+
+def _scan(database: Database) -> list[tuple[int, SlotHeader]]:
+    """(slot, header) of each slot with a sound header."""
+    total = database.superblock.slots
+    found: list[tuple[int, SlotHeader]] = []
+    buffer = aligned(FRONTS_PER_BATCH * IO_STEP_BYTES)
+    fronts = [buffer[at : at + IO_STEP_BYTES] for at in range(0, len(buffer), IO_STEP_BYTES)]
+    share = FRONTS_PER_BATCH // SCAN_THREADS
+    with ThreadPoolExecutor(SCAN_THREADS, "xkv-scan") as pool:
+        for begin in range(0, total, FRONTS_PER_BATCH):
+            count = min(FRONTS_PER_BATCH, total - begin)
+            jobs = [
+                pool.submit(_read_some, database, begin + at, fronts[at : min(at + share, count)])
+                for at in range(0, count, share)
+            ]
+            for job in jobs:
+                job.result()
+            headers = enumerate(map(_sound_header, fronts[:count]), begin)
+            found.extend((slot, header) for slot, header in headers if header is not None)
+    return found
+
+
+def _sound_header(front: memoryview) -> SlotHeader | None:
+    try:
+        return parse_slot_header(front)
+    except BadBytesError:
+        return None
+
+
+def _read_some(database: Database, first: int, fronts: Sequence[memoryview]) -> None:
+    try:
+        database.read_fronts(first, fronts)
+    except MediumError as error:
+        log.warning("scanning: %s", error)
+        for front in fronts:
+            front[:] = bytes(len(front))
+
+
+def _assemble(parts: list[tuple[SlotHeader, int, int]], geometry: Geometry) -> tuple[bytes, Record] | None:
+    """The object of one generation, if all of its fragments are there and say the same."""
+    parts = sorted(parts, key=lambda part: part[0].fragment)
+    one = parts[0][0]
+    try:
+        ObjectKey.decode(one.key)
+    except PeerError:
+        return None
+    if one.fragments != geometry.fragments(one.length) or len(parts) != one.fragments:
+        return None
+    extents: list[Extent] = []
+    for fragment, (header, database, slot) in enumerate(parts):
+        expected = one._replace(
+            fragment=fragment,
+            payload_bytes=geometry.payload_bytes(one.length, fragment),
+            payload_checksum=header.payload_checksum,
+        )
+        if header != expected:
+            return None
+        last = extents[-1] if extents else None
+        if last is not None and (last.database, last.first + last.slots) == (database, slot):
+            extents[-1] = last._replace(slots=last.slots + 1)
+        else:
+            extents.append(Extent(database, slot, 1))
+    if len(extents) > EXTENTS_MAX:
+        return None
+    return one.key, Record(one.generation, one.length, one.family, one.position, tuple(extents))
