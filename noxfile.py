@@ -196,6 +196,7 @@ class Result:
     outcome: str = "failed"
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)  # pytest's, where only some tests were asked for
 
     @property
     def file(self) -> Path:
@@ -244,6 +245,7 @@ def pytest(
     """Run pytest and add what it counted. A skipped test is a failed one: collect only what can run."""
     if not paths:
         session.error("no tests found")
+    result.arguments = list(session.posargs)
     junit = result.file.with_suffix(".xml")
     junit.unlink(missing_ok=True)
     command = (python, "-m", "pytest", "--durations=10", f"--junitxml={junit}", *paths)
@@ -270,6 +272,15 @@ def _counted(junit: Path) -> dict[str, int]:
         else:
             counts["passed"] += 1
     return counts
+
+
+def _must_be_there(session: nox.Session, result: Result, *patterns: str) -> list[str]:
+    """Give what of these paths exists; a pattern that nothing matches is a failure, not silence."""
+    for pattern in patterns:
+        if not _there(pattern):
+            session.warn(f"there is no {pattern}")
+            result.add({"failed": 1})
+    return _there(*patterns)
 
 
 def _there(*patterns: str) -> list[str]:
@@ -318,8 +329,9 @@ def test(session: nox.Session) -> None:
         python = _dev(session)
         elsewhere = _there("tests/test_architecture.py", "tests/test_stack_*.py")
         crossing = [path for path in _there("tests/test_*.py") if path not in elsewhere]
-        own = _there("packages/xkv-store/tests", "compat/tests", "matrix/tests")
-        pytest(session, result, python, *(session.posargs or [*own, *crossing]), env=MATRIX_ENV)
+        own = ("packages/xkv-store/tests", "compat/tests", "matrix/tests")
+        paths = session.posargs or [*_must_be_there(session, result, *own), *crossing]
+        pytest(session, result, python, *paths, env=MATRIX_ENV)
 
 
 @nox.session
@@ -346,7 +358,8 @@ def stack(session: nox.Session, target: Target) -> None:
     """Tests of the backend and real engines, with the release installed."""
     with recorded(session, "stack", target.release) as result:
         python = _stack(session, target)
-        paths = session.posargs or _there("packages/xkv-offload/tests", "tests/test_stack_*.py")
+        own = ("packages/xkv-offload/tests", "tests/test_stack_*.py")
+        paths = session.posargs or _must_be_there(session, result, *own)
         pytest(session, result, python, *paths, env=_stack_env(target))
 
 
@@ -395,8 +408,8 @@ def summary(session: nox.Session) -> None:
         file = Result(name, target).file
         found = json.loads(file.read_text()) if file.is_file() else {}
         title = f"{name}({target})" if target else name
-        if found.get("run") != RUN_ID:
-            print(f"{title:24} did not run")
+        if found.get("run") != RUN_ID or found["arguments"]:
+            print(f"{title:24} did not run, or not all of it")
             failed += 1
             continue
         passed += found["counts"].get("passed", 0)
