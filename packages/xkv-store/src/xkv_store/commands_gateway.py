@@ -16,10 +16,11 @@ import typer
 
 from . import sockets
 from .card import CardOptions
+from .card_folder import GRACE_MS_DEFAULT, GRACE_MS_MAX
 from .console import Output
 from .errors import UserError
-from .gateway import GRACE_MS_DEFAULT, Gateway, GatewayOptions
-from .geometry import SLOT_BYTES
+from .gateway import Gateway, GatewayOptions
+from .geometry import DATABASES_MAX
 from .io_pool import IO_THREADS_DEFAULT, IO_THREADS_MAX
 from .sizes import format_size, parse_size_bytes
 from .tool import Tool
@@ -57,16 +58,22 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
         Optional[str],  # noqa: UP045
         typer.Option(help="Size of a new card, for example 10GiB [default: 80 % of what is free, at most 64 GiB]."),
     ] = None,
-    databases: Annotated[int, typer.Option(min=1, max=256, help="Files that a new card is spread over.")] = 1,
+    databases: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=DATABASES_MAX, help="Files that a new card is spread over [default: 1]."),
+    ] = None,
     database: Annotated[
         Optional[list[Path]],  # noqa: UP045
         typer.Option(help="A file or block device of the card, once for each; instead of --databases."),
     ] = None,
     grace_ms: Annotated[
-        int, typer.Option(min=0, max=600_000, help="How long an evicted object can still be read.")
+        int, typer.Option(min=0, max=GRACE_MS_MAX, help="How long an evicted object can still be read.")
     ] = GRACE_MS_DEFAULT,
     io_threads: Annotated[int, typer.Option(min=1, max=IO_THREADS_MAX)] = IO_THREADS_DEFAULT,
-    slot_bytes: Annotated[int, typer.Option(help="Slot size of a new card.")] = SLOT_BYTES,
+    slot_bytes: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Slot size of a new card [default: 262144]."),
+    ] = None,
     socket_dir: SocketDir = None,
     allow_uid: Annotated[
         Optional[list[int]],  # noqa: UP045

@@ -15,11 +15,11 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from .card import CardInUse, CardOptions
+from .card import CardOptions
+from .card_folder import GRACE_MS_DEFAULT, CardInUseError
 from .embedded import LOG_BYTES_MAX, LOG_NAME
 from .errors import MediumError, UserError
-from .gateway import GRACE_MS_DEFAULT, LINGER_S_DEFAULT, Gateway, GatewayOptions
-from .geometry import SLOT_BYTES
+from .gateway import LINGER_S_DEFAULT, Gateway, GatewayOptions
 from .io_pool import IO_THREADS_DEFAULT
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--socket", type=Path, required=True)
     parser.add_argument("--capacity-bytes", type=int)
-    parser.add_argument("--databases", type=int, default=1)
+    parser.add_argument("--databases", type=int)
     parser.add_argument("--grace-ms", type=int, default=GRACE_MS_DEFAULT)
     parser.add_argument("--linger-s", type=float, default=LINGER_S_DEFAULT)
     parser.add_argument("--io-threads", type=int, default=IO_THREADS_DEFAULT)
-    parser.add_argument("--slot-bytes", type=int, default=SLOT_BYTES)
+    parser.add_argument("--slot-bytes", type=int)
     parser.add_argument("--detach", action="store_true", help="fork twice; without it the starter has done so")
     return parser.parse_args(arguments)
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         facts = gateway.open(card_first=True)
         log.info("serving %s", facts)
         gateway.run()
-    except CardInUse:
+    except CardInUseError:
         return 0
     except (UserError, MediumError) as error:
         log.error("%s", " ".join(str(error).split()))  # noqa: TRY400  the user's or the medium's: no traceback

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GRACE_MS_DEFAULT: Final = 5_000
 LINGER_S_DEFAULT: Final = 60.0
 DRAIN_S_MAX: Final = 10.0  # what is in flight ends within this, or is withdrawn where it has not begun
 DRAIN_WITHDRAWN_S_MAX: Final = 5.0  # what has begun gets so much more; then the process ends without it
@@ -119,15 +118,15 @@ class Gateway:
     def facts(self) -> dict[str, Any]:
         """What does not change in this life, and the card."""
         assert self._card is not None
+        card = self._card.status()
         return {
             "socket": str(self._options.socket),
             "card": str(self._options.card.folder),
-            "card_uuid": self._card.uuid.hex(),
-            "boot_id": self._card.boot_id.hex(),
             "pid": os.getpid(),
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
-            **self._card.status(),
+            "direct": all(database["direct"] for database in card["databases"]),
+            **card,
         }
 
     def status_text(self) -> str:
