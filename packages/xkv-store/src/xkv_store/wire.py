@@ -382,8 +382,9 @@ def _split(items: Sequence[_Item], *, empty: FromClient | FromGateway) -> list[t
     if not items:
         return []
     room = MESSAGE_BYTES_MAX - len(MAGIC) - len(_encoder.encode(empty)) - _ARRAY_HEADER_GROWTH_BYTES
+    items = tuple(items)
     if len(_encoder.encode(items)) <= room:
-        return [tuple(items)]
+        return [items]
     return _split_sized(items, sizes=(len(_encoder.encode(item)) for item in items), room=room)
 
 
