@@ -141,8 +141,8 @@ class Desk:
                     self._transfers.cancel(_party(connection), action)
                 case actions_of.RecordTouch(tags):
                     self._card.touch(tags)
-                case actions_of.RecordNamespace(published):
-                    self._publish(connection, published)
+                case actions_of.RecordNamespace(published, adopted):
+                    self._publish(connection, published, adopted=adopted)
                 case actions_of.Close():
                     self._closing(connection)
                 case _:
@@ -177,16 +177,18 @@ class Desk:
             case _:
                 raise AssertionError(f"nobody carries out {action}")
 
-    def _publish(self, connection: Connection, published: wire.RankNamespace) -> None:
+    def _publish(self, connection: Connection, published: wire.RankNamespace, *, adopted: bool) -> None:
         engine = connection.engine
-        assert engine is not None, "only ranks publish, and they have an engine"
+        assert engine is not None, "only schedulers and ranks publish, and they have an engine"
         try:
             check_descriptor(published.descriptor)
         except PeerError as error:
             self.perform(connection, connection.session.violate(str(error)))
             return
-        engine.namespaces[published.rank] = published
-        self._card.put_namespace(published.namespace, published.descriptor)
+        if adopted:
+            self._card.put_namespace(published.namespace, published.descriptor)
+        else:
+            engine.namespaces[published.rank] = published
 
     # --- admission ---------------------------------------------------------------------------------------
 

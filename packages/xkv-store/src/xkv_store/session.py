@@ -113,7 +113,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 }
 
 PERMITTED: Final[dict[Role, frozenset[type]]] = {
-    Role.SCHEDULER: frozenset({AskNamespaces, Touch, AskStatus}),
+    Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, AskStatus}),
     Role.RANK: frozenset({PublishNamespace, Put, Get, Cancel, AskStatus}),
     Role.TOOL: frozenset({AskStatus, Stop}),
 }
@@ -188,9 +188,13 @@ class RecordTouch:
 
 @dataclass(frozen=True, slots=True)
 class RecordNamespace:
-    """The session's rank published this (it also stands in `published`)."""
+    """The session published this (it also stands in `published`).
+
+    `adopted`: by the scheduler, so objects are stored under it; else by a rank, for the scheduler to ask for.
+    """
 
     published: RankNamespace
+    adopted: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +310,7 @@ class GatewaySession:
                 return [CancelGet(get, tuple(outstanding))] if outstanding else []
             case PublishNamespace(namespace, descriptor):
                 self.published = RankNamespace(hello.rank, namespace, descriptor)
-                return [RecordNamespace(self.published)]
+                return [RecordNamespace(self.published, adopted=hello.role is Role.SCHEDULER)]
             case _:
                 return [_plain_action(message)]
 
