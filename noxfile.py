@@ -38,6 +38,8 @@ PACKAGES = ("packages/xkv-store", "compat", "packages/xkv-offload")
 SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
 # Checked in one mypy run each: conftest.py and test modules of different folders may bear the same name.
 TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
+# Tests in tests/ that need a release: real engines, and its scheduler and connector driven without a model.
+STACK_TESTS = ("tests/test_stack_*.py", "tests/test_harness_*.py")
 MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
 RUN_ID = f"{os.getpid()}-{time.time_ns()}"  # tells this run's results from an earlier run's
 
@@ -327,7 +329,7 @@ def test(session: nox.Session) -> None:
     """Tests of core, compat and matrix, in an environment that holds neither torch nor vLLM."""
     with recorded(session, "test") as result:
         python = _dev(session)
-        elsewhere = _there("tests/test_architecture.py", "tests/test_stack_*.py")
+        elsewhere = _there("tests/test_architecture.py", *STACK_TESTS)
         crossing = [path for path in _there("tests/test_*.py") if path not in elsewhere]
         own = ("packages/xkv-store/tests", "compat/tests", "matrix/tests")
         paths = session.posargs or [*_must_be_there(session, result, *own), *crossing]
@@ -358,8 +360,7 @@ def stack(session: nox.Session, target: Target) -> None:
     """Tests of the backend and real engines, with the release installed."""
     with recorded(session, "stack", target.release) as result:
         python = _stack(session, target)
-        own = ("packages/xkv-offload/tests", "tests/test_stack_*.py")
-        paths = session.posargs or _must_be_there(session, result, *own)
+        paths = session.posargs or _must_be_there(session, result, "packages/xkv-offload/tests", *STACK_TESTS)
         pytest(session, result, python, *paths, env=_stack_env(target))
 
 
