@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from xkv_store import cli
 from xkv_store.errors import UserError
@@ -18,20 +19,30 @@ from xkv_store.sizes import format_size, parse_size_bytes
 from xkv_store.testing.processes import running_gateway
 
 
-def run_cli(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    command = [sys.executable, "-m", "xkv_store.cli", *map(str, words)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+class Shell:
+    """Runs commands in this process; what a process of its own adds is seen by one test below."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+
+    def run(self, *words: str | Path) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        code = cli.main([str(word) for word in words])
+        output, errors = self._capture.readouterr()
+        return code, output, errors
+
+    def mistake(self, *words: str | Path) -> str:
+        """The one line that a user's mistake brings."""
+        code, _, errors = self.run(*words)
+        assert code == 1, errors
+        (line,) = [one for one in errors.splitlines() if one]
+        assert line.startswith("xkv: ")
+        return line
 
 
-def mistake(*words: str | Path) -> str:
-    """The one line that a user's mistake brings."""
-    done = run_cli(*words)
-    assert done.returncode == 1, done
-    assert "Traceback" not in done.stderr
-    (line,) = [one for one in done.stderr.splitlines() if one]
-    assert line.startswith("xkv: ")
-    return line
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    return Shell(capsys)
 
 
 @pytest.mark.parametrize(
@@ -66,63 +77,82 @@ def test_help_is_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--capacity" in capsys.readouterr().out
 
 
-def test_run_status_stop(tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_no_traceback(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    words = ["gateway", "status", "--json", "--socket", str(tmp_path / "none.sock")]
+    command = [sys.executable, "-m", "xkv_store.cli", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "no gateway answers" in json.loads(done.stdout)["error"]
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_run_status_stop(tmp_path: Path, shell: Shell) -> None:
+    place = ("--socket-dir", tmp_path / "sockets")
     with running_gateway(tmp_path) as gateway:
         assert gateway.ready["pid"] == gateway.pid
         assert Path(gateway.ready["card"]) == tmp_path / "card"
         assert isinstance(gateway.ready["direct"], bool)
-        place = ("--socket-dir", tmp_path / "sockets")
-        status = run_cli("gateway", "status", *place, "--json")
-        assert status.returncode == 0, status
-        assert json.loads(status.stdout)["pid"] == gateway.pid
-        readable = run_cli("gateway", "status", *place)
-        assert "capacity_bytes" in readable.stdout
-        assert str(gateway.pid) in mistake("gateway", "run", *place, "--card", tmp_path / "second")
+        code, output, _ = shell.run("gateway", "status", *place, "--json")
+        assert code == 0
+        assert json.loads(output)["pid"] == gateway.pid
+        assert "capacity_bytes" in shell.run("gateway", "status", *place)[1]
+        assert str(gateway.pid) in shell.mistake("gateway", "run", *place, "--card", tmp_path / "second")
         assert not (tmp_path / "second").exists(), "a gateway that cannot have its port leaves no card behind"
-        other_port = ("--port", "5558", *place)
-        assert "in use" in mistake("gateway", "run", *other_port, "--card", tmp_path / "card")
-        stopped = run_cli("gateway", "stop", "--socket", gateway.ready["socket"], "--json")
-        assert json.loads(stopped.stdout) == {"stopped": gateway.pid}
-        assert gateway.process.wait(10) == 0
-    assert "no gateway answers" in mistake("gateway", "status", *place)
-    assert "no gateway answers" in mistake("gateway", "stop", *place)
+        second = ("gateway", "run", "--port", "5558", *place, "--card", tmp_path / "card")
+        assert "in use" in shell.mistake(*second)
+        code, output, _ = shell.run("gateway", "stop", "--socket", gateway.ready["socket"], "--json")
+        assert (code, json.loads(output)) == (0, {"stopped": gateway.pid})
+        assert gateway.wait(10) == 0
+    assert "no gateway answers" in shell.mistake("gateway", "status", *place)
+    assert "no gateway answers" in shell.mistake("gateway", "stop", *place)
 
 
-def test_an_error_is_json_too_where_json_is_asked_for(tmp_path: Path) -> None:
-    done = run_cli("gateway", "status", "--socket", tmp_path / "none.sock", "--json")
-    assert done.returncode == 1
-    assert "no gateway answers" in json.loads(done.stdout)["error"]
-
-
-def test_bad_values_say_what_to_type(tmp_path: Path) -> None:
-    place = ("--socket-dir", tmp_path / "s", "--card", tmp_path / "card")
-    assert "10GiB" in mistake("gateway", "run", *place, "--capacity", "lots")
+def test_bad_values_say_what_to_type(tmp_path: Path, shell: Shell) -> None:
+    place = ("gateway", "run", "--socket-dir", tmp_path / "s", "--card", tmp_path / "card")
+    assert "10GiB" in shell.mistake(*place, "--capacity", "lots")
     assert not (tmp_path / "card").exists()
+    assert "no-such-group" in shell.mistake(*place, "--capacity", "8MiB", "--socket-group", "no-such-group")
+    assert "4096" in shell.mistake(*place, "--slot-bytes", "100")
     file = tmp_path / "file"
     file.touch()
-    assert str(file) in mistake("gateway", "run", "--socket-dir", tmp_path / "s", "--card", file / "card")
-    assert "group" in mistake("gateway", "run", *place, "--socket-group", "no-such-group", "--capacity", "8MiB")
+    assert str(file) in shell.mistake("gateway", "run", "--socket-dir", tmp_path / "s", "--card", file / "card")
 
 
-def test_somebody_elses_socket_is_left_alone(tmp_path: Path) -> None:
+def test_a_card_of_another_format_version_is_left_alone(tmp_path: Path, shell: Shell) -> None:
+    with running_gateway(tmp_path) as gateway:
+        assert shell.run("gateway", "stop", "--socket", gateway.ready["socket"])[0] == 0
+    database = tmp_path / "card" / "db-0.xkv"
+    with database.open("r+b") as file:
+        for offset in (0, 4_096):
+            block = bytearray(os.pread(file.fileno(), 4_096, offset))
+            block[8:10] = (2).to_bytes(2, "little")
+            block[4_088:] = xxh3_64_intdigest(block[:4_088]).to_bytes(8, "little")
+            os.pwrite(file.fileno(), block, offset)
+    before = database.read_bytes()[:8_192]
+    line = shell.mistake("gateway", "run", "--socket-dir", tmp_path / "s", "--card", tmp_path / "card")
+    assert "version 2" in line
+    assert database.read_bytes()[:8_192] == before
+
+
+def test_somebody_elses_socket_is_left_alone(tmp_path: Path, shell: Shell) -> None:
     folder = tmp_path / "s"
     folder.mkdir(mode=0o700)
     path = folder / "5557.sock"
+    run = ("gateway", "run", "--socket-dir", folder, "--card", tmp_path / "card", "--capacity", "8MiB")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
         foreign.bind(str(path))
         foreign.listen()
-        line = mistake("gateway", "run", "--socket-dir", folder, "--card", tmp_path / "card", "--capacity", "8MiB")
-        assert str(path) in line
+        assert str(path) in shell.mistake(*run)
         assert path.exists()
-        assert "no xkv gateway" in mistake("gateway", "status", "--socket-dir", folder)
+        assert "no xkv gateway" in shell.mistake("gateway", "status", "--socket-dir", folder)
     path.unlink()
     path.write_text("not a socket")
-    line = mistake("gateway", "run", "--socket-dir", folder, "--card", tmp_path / "card", "--capacity", "8MiB")
-    assert "move it away" in line
+    assert "move it away" in shell.mistake(*run)
 
 
 def test_linger_ends_a_gateway_that_nobody_uses(tmp_path: Path) -> None:
     with running_gateway(tmp_path, options=["--linger-s", "0.3"]) as gateway:
         started = time.monotonic()
-        assert gateway.process.wait(10) == 0
+        assert gateway.wait(10) == 0
         assert time.monotonic() - started < 5

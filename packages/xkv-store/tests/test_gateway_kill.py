@@ -8,11 +8,13 @@ from __future__ import annotations
 import random
 import signal
 import time
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from xkv_store import wire
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
 from xkv_store.testing.peer import Peer
@@ -20,6 +22,8 @@ from xkv_store.testing.processes import running_gateway
 from xkv_store.wire import LoadStatus, StoreStatus
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from xkv_store.testing.processes import GatewayProcess
 
 GEOMETRY = Geometry(65_536)
@@ -35,19 +39,20 @@ def key_of(number: int) -> bytes:
     return ObjectKey(b"k" * 16, 0, number.to_bytes(32, "big"), 0).encode()
 
 
-def attached(gateway: GatewayProcess) -> Peer:
+@contextmanager
+def attached(gateway: GatewayProcess, fds: tuple[int, ...] = ()) -> Iterator[Peer]:
     peer = Peer(Path(gateway.ready["socket"]), geometry=GEOMETRY)
-    peer.attach()
-    return peer
+    try:
+        peer.attach(fds=fds)
+        yield peer
+    finally:
+        peer.close()
 
 
 def read(gateway: GatewayProcess, number: int) -> bytes | None:
     """The object's bytes, None for a miss; nothing else may come."""
-    peer = attached(gateway)
-    try:
+    with attached(gateway) as peer:
         status, content = peer.get(LENGTH, key_of(number))
-    finally:
-        peer.close()
     assert status in (LoadStatus.OK, LoadStatus.MISS), status
     return content if status is LoadStatus.OK else None
 
@@ -65,8 +70,7 @@ def read(gateway: GatewayProcess, number: int) -> bytes | None:
     ],
 )
 def test_killed_while_storing(tmp_path: Path, point: str, survives: bool) -> None:
-    with running_gateway(tmp_path, options=SPREAD) as gateway:
-        peer = attached(gateway)
+    with running_gateway(tmp_path, options=SPREAD) as gateway, attached(gateway) as peer:
         assert peer.put(content_of(1), key_of(1)) is StoreStatus.CONFIRMED
         reached = gateway.times_reached(point)
         gateway.hold(point)
@@ -74,43 +78,37 @@ def test_killed_while_storing(tmp_path: Path, point: str, survives: bool) -> Non
         gateway.await_point(point, reached + 1)
         gateway.kill()
         assert peer.next() is None, "it was answered before it was confirmed"
-        peer.close()
     with running_gateway(tmp_path, options=SPREAD) as gateway:
         assert read(gateway, 1) == content_of(1)
         assert read(gateway, 2) == (content_of(2) if survives else None)
-        peer = attached(gateway)
         again = StoreStatus.HELD if survives else StoreStatus.CONFIRMED
-        assert peer.put(content_of(2), key_of(2)) is again
-        peer.close()
+        with attached(gateway) as peer:
+            assert peer.put(content_of(2), key_of(2)) is again
         assert read(gateway, 2) == content_of(2)
 
 
 @pytest.mark.parametrize("point", ["put.mid_write", "put.written", "put.before_commit"])
 def test_killed_while_replacing(tmp_path: Path, point: str) -> None:
     """The former content stays until the new one is confirmed."""
-    with running_gateway(tmp_path, options=SPREAD) as gateway:
-        peer = attached(gateway)
+    with running_gateway(tmp_path, options=SPREAD) as gateway, attached(gateway) as peer:
         assert peer.put(content_of(1), key_of(1)) is StoreStatus.CONFIRMED
         reached = gateway.times_reached(point)
         gateway.hold(point)
         peer.begin_put(content_of(2), key_of(1), first_slot=40, replace=True)
         gateway.await_point(point, reached + 1)
         gateway.kill()
-        peer.close()
     with running_gateway(tmp_path, options=SPREAD) as gateway:
         assert read(gateway, 1) == content_of(1)
 
 
 @pytest.mark.parametrize("point", ["get.received", "get.before_read", "get.read", "get.answered"])
 def test_killed_while_loading(tmp_path: Path, point: str) -> None:
-    with running_gateway(tmp_path, options=SPREAD) as gateway:
-        peer = attached(gateway)
+    with running_gateway(tmp_path, options=SPREAD) as gateway, attached(gateway) as peer:
         assert peer.put(content_of(1), key_of(1)) is StoreStatus.CONFIRMED
         gateway.hold(point)
         peer.begin_get(LENGTH, key_of(1))
         gateway.await_point(point)
         gateway.kill()
-        peer.close()
     with running_gateway(tmp_path, options=SPREAD) as gateway:
         assert read(gateway, 1) == content_of(1)
 
@@ -119,48 +117,51 @@ def test_killed_while_loading(tmp_path: Path, point: str) -> None:
 def test_killed_while_evicting(tmp_path: Path, point: str) -> None:
     """A card that is full; what is evicted is a miss afterwards, what is not is whole, and the card goes on."""
     options = (*SPREAD, "--grace-ms", "0")
-    with running_gateway(tmp_path, capacity="16MiB", options=options) as gateway:
-        peer = attached(gateway)
+    number = 0
+    with running_gateway(tmp_path, capacity="16MiB", options=options) as gateway, attached(gateway) as peer:
         gateway.hold(point)
-        number = 0
         while not gateway.times_reached(point):
             assert number < 200, "a card of 16 MiB took 200 objects of 2 MB and evicted nothing"
             number += 1
             peer.begin_put(content_of(number), key_of(number), first_slot=40 * (number % 3))
             wait_for_answer_or_point(gateway, peer, point)
         gateway.kill()
-        peer.close()
     with running_gateway(tmp_path, capacity="16MiB", options=options) as gateway:
         found = {one: read(gateway, one) for one in range(1, number + 1)}
         assert any(found.values())
         assert all(content in (None, content_of(one)) for one, content in found.items())
-        peer = attached(gateway)
-        assert peer.put(content_of(number + 1), key_of(number + 1)) is StoreStatus.CONFIRMED
-        peer.close()
+        with attached(gateway) as peer:
+            put_until_confirmed(peer, number + 1)
 
 
 def wait_for_answer_or_point(gateway: GatewayProcess, peer: Peer, point: str) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and not gateway.times_reached(point):
-        try:
+        with suppress(TimeoutError):
             peer.next(0.05)
-        except TimeoutError:
-            continue
-        return
+            return
+
+
+def put_until_confirmed(peer: Peer, number: int) -> None:
+    """A full card sheds until it has made room."""
+    deadline = time.monotonic() + 20
+    while (status := peer.put(content_of(number), key_of(number))) is not StoreStatus.CONFIRMED:
+        assert status is StoreStatus.SHED
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_sigterm_finishes_what_is_in_flight(tmp_path: Path) -> None:
-    with running_gateway(tmp_path, options=SPREAD) as gateway:
-        peer = attached(gateway)
+    with running_gateway(tmp_path, options=SPREAD) as gateway, attached(gateway) as peer:
         gateway.hold("put.written")
-        peer.begin_put(content_of(1), key_of(1))
+        number = peer.begin_put(content_of(1), key_of(1))
         gateway.await_point("put.written")
-        gateway.process.send_signal(signal.SIGTERM)
+        gateway.signal(signal.SIGTERM)
         time.sleep(0.2)
-        assert gateway.process.poll() is None, "it ended with a put in flight"
+        assert gateway.alive, "it ended with a put in flight"
         gateway.let_go("put.written")
-        assert gateway.process.wait(20) == 0
-        peer.close()
+        assert peer.receive(wire.Stored) == wire.Stored(number, (wire.StoredObject(0, StoreStatus.CONFIRMED),))
+        assert gateway.wait() == 0
         assert not Path(gateway.ready["socket"]).exists()
     with running_gateway(tmp_path, options=SPREAD) as gateway:
         assert read(gateway, 1) == content_of(1)
@@ -168,14 +169,15 @@ def test_sigterm_finishes_what_is_in_flight(tmp_path: Path) -> None:
 
 def test_a_ring_handed_over_goes_on_in_the_next_life(tmp_path: Path) -> None:
     """Nothing is pinned anew: the same memory serves both lives, and the epoch tells them apart."""
-    with running_gateway(tmp_path, options=SPREAD) as gateway:
-        peer = attached(gateway)
-        first = peer.welcome
-        assert peer.put(content_of(1), key_of(1)) is StoreStatus.CONFIRMED
-        gateway.kill()
-    with running_gateway(tmp_path, options=SPREAD) as gateway:
-        heir = Peer(Path(gateway.ready["socket"]), geometry=GEOMETRY)
-        second = heir.attach(fds=peer.fds[:2])
+    with ExitStack() as stack:
+        with running_gateway(tmp_path, options=SPREAD) as gateway:
+            peer = stack.enter_context(attached(gateway))
+            first = peer.welcome
+            assert peer.put(content_of(1), key_of(1)) is StoreStatus.CONFIRMED
+            gateway.kill()
+        gateway = stack.enter_context(running_gateway(tmp_path, options=SPREAD))
+        heir = stack.enter_context(attached(gateway, peer.fds[:2]))
+        second = heir.welcome
         assert peer.ring is not None
         assert heir.ring is not None
         assert heir.ring.identity == peer.ring.identity
@@ -183,5 +185,3 @@ def test_a_ring_handed_over_goes_on_in_the_next_life(tmp_path: Path) -> None:
         assert second.boot_id != first.boot_id
         assert heir.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
         assert peer.content(LENGTH) == content_of(1), "the old mapping shows what the new life has read"
-        heir.close()
-        peer.close()

@@ -12,9 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 
 @dataclass(frozen=True, slots=True)
 class Output:
@@ -31,6 +28,10 @@ class Output:
         if self.json:
             self.value(value, "")
             return
+        # Rich costs a fifth of a second at import, and most calls print one line or JSON.
+        from rich.console import Console  # noqa: PLC0415
+        from rich.table import Table  # noqa: PLC0415
+
         table = Table(title=title, title_justify="left", show_header=False, box=None, pad_edge=False)
         for name, entry in _flat("", value):
             table.add_row(name, entry)

@@ -52,25 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.detach:
         _detach()
     _log_to(options.folder)
-    gateway = Gateway(
-        GatewayOptions(
-            socket=options.socket,
-            card=CardOptions(
-                folder=options.folder,
-                capacity_bytes=options.capacity_bytes,
-                databases=options.databases,
-                slot_bytes=options.slot_bytes,
-                grace_ms=options.grace_ms,
-                create=True,
-            ),
-            io_threads=options.io_threads,
-            linger_s=options.linger_s,
-        )
-    )
     try:
-        facts = gateway.open(card_first=True)
-        log.info("serving %s", facts)
-        gateway.run()
+        _serve(options)
     except CardInUseError:
         return 0
     except (UserError, MediumError) as error:
@@ -79,10 +62,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         log.exception("an error of ours ends the gateway")
         raise
-    finally:
-        gateway.close()
     log.info("ended")
     return 0
+
+
+def _serve(options: argparse.Namespace) -> None:
+    card = CardOptions(
+        folder=options.folder,
+        capacity_bytes=options.capacity_bytes,
+        databases=options.databases,
+        slot_bytes=options.slot_bytes,
+        grace_ms=options.grace_ms,
+    )
+    gateway = Gateway(
+        GatewayOptions(
+            socket=options.socket, card=card, io_threads=options.io_threads, linger_s=options.linger_s
+        )
+    )
+    try:
+        log.info("serving %s", gateway.open(card_first=True))
+        gateway.run()
+    finally:
+        gateway.close()
 
 
 def _detach() -> None:

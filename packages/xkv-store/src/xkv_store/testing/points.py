@@ -36,7 +36,14 @@ POINTS: Final[frozenset[str]] = frozenset(
     }
 )
 
-_folder: Path | None = Path(os.environ[ENVIRONMENT_NAME]) if os.environ.get(ENVIRONMENT_NAME) else None
+_folder: Path | None = None
+
+
+def look_at_environment() -> None:
+    """Switch the points on or off as the environment says; done at import, and in a forked process of a test."""
+    global _folder  # noqa: PLW0603  the one switch of the process
+    named = os.environ.get(ENVIRONMENT_NAME)
+    _folder = Path(named) if named else None
 
 
 def reached(name: str) -> None:
@@ -54,3 +61,6 @@ def _mark(folder: Path, name: str) -> None:
     deadline = time.monotonic() + HOLD_S_MAX
     while hold.exists() and time.monotonic() < deadline:
         time.sleep(HOLD_POLL_S)
+
+
+look_at_environment()

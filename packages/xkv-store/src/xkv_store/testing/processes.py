@@ -7,42 +7,54 @@ Must not know: messages, cards' contents.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import select
-import subprocess
+import signal
 import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from .. import cli  # noqa: TID252  the package may have another name
+from . import points as points_of
 from .points import ENVIRONMENT_NAME, POINTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
-START_S_MAX: Final = 30.0  # imports, on a machine that does other things too, and a card of test size
+START_S_MAX: Final = 30.0  # on a machine that does other things too
 END_S_MAX: Final = 30.0  # the drain's bound, with room
 POINT_S_MAX: Final = 20.0
 POLL_S: Final = 0.005
 PORT: Final = 5557  # names the socket in a folder of the test's own; nothing listens on the network
 
+# Each gateway is forked from a server process that has imported everything: a start takes milliseconds. What
+# runs the tests is imported again in each child, so it is imported in the server too.
+_PROCESSES: Final = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload([__name__, "pytest"])
+
+
+def _run(words: Sequence[str], points: str, output: Connection) -> None:
+    os.dup2(output.fileno(), 1)
+    os.environ[ENVIRONMENT_NAME] = points
+    points_of.look_at_environment()
+    sys.exit(cli.main(words))
+
 
 class GatewayProcess:
-    """`xkv gateway run` as a child. Make it with `running_gateway`."""
+    """`xkv gateway run` as a process of its own. Make it with `running_gateway`."""
 
     def __init__(self, *, card: Path, socket_dir: Path, points: Path, options: Sequence[str]) -> None:
         self.points = points
         points.mkdir(exist_ok=True)
-        package = __name__.rpartition(".testing.")[0]
-        command = [sys.executable, "-m", f"{package}.cli", "gateway", "run", "--json"]
-        command += ["--card", str(card), "--socket-dir", str(socket_dir), "--port", str(PORT), *options]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry),
-            ENVIRONMENT_NAME: str(points),
-        }
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+        words = ["gateway", "run", "--json", "--card", str(card), "--socket-dir", str(socket_dir)]
+        words += ["--port", str(PORT), *options]
+        self._output, output = _PROCESSES.Pipe(duplex=False)
+        self._process = _PROCESSES.Process(target=_run, args=(words, str(points), output))
+        self._process.start()
+        output.close()
         try:
             self.ready = self._await_ready()
         except BaseException:
@@ -52,14 +64,19 @@ class GatewayProcess:
     @property
     def pid(self) -> int:
         """The gateway's process id."""
-        return self.process.pid
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether it has not ended."""
+        return self._process.is_alive()
 
     def _await_ready(self) -> dict[str, Any]:
-        output = self.process.stdout
-        assert output is not None
-        readable, _, _ = select.select([output], [], [], START_S_MAX)
-        line = output.readline() if readable else b""
-        value: dict[str, Any] = json.loads(line) if line else {}
+        text = b""
+        if self._output.poll(START_S_MAX):
+            text = os.read(self._output.fileno(), 65_536)
+        value: dict[str, Any] = json.loads(text) if text else {}
         if "ready" not in value:
             raise RuntimeError(f"the gateway is not ready: {value or 'it said nothing'}")
         return value
@@ -85,29 +102,35 @@ class GatewayProcess:
         while self.times_reached(point) < times:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the gateway did not reach {point}")
-            if self.process.poll() is not None:
-                raise RuntimeError(f"the gateway has ended with {self.process.returncode}")
+            if not self.alive:
+                raise RuntimeError(f"the gateway has ended with {self._process.exitcode}")
             time.sleep(POLL_S)
 
     def kill(self) -> None:
         """Kill -9; then nothing is held any more."""
-        self.process.kill()
-        self.process.wait(END_S_MAX)
+        self.signal(signal.SIGKILL)
+        self.wait()
         for hold in self.points.glob("*.hold"):
             hold.unlink()
 
-    def terminate(self) -> int:
-        """SIGTERM; returns the exit code."""
-        self.process.terminate()
-        return self.process.wait(END_S_MAX)
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self, wait_s: float = END_S_MAX) -> int:
+        """Wait for the end; the exit code, negative for a signal. TimeoutError where it does not end."""
+        self._process.join(wait_s)
+        if self._process.exitcode is None:
+            raise TimeoutError(f"the gateway (pid {self.pid}) has not ended in {wait_s} s")
+        return self._process.exitcode
 
     def end(self) -> None:
         """Whatever its state: it is gone afterwards."""
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(END_S_MAX)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        if self.alive:
+            self._process.kill()
+            self._process.join(END_S_MAX)
+        self._process.close()
+        self._output.close()
 
 
 @contextmanager
