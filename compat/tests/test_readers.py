@@ -67,6 +67,7 @@ class Box(Base, Generic[T]):
     def __init__(self, *args, key=None, **rest):
         super().__init__()
         self.plain = 1
+        one, (self.paired, two) = 1, (2, 3)
         self.typed: int = 2
         self.nothing: int
         args.other = 3
@@ -133,6 +134,7 @@ _CASES: tuple[tuple[Kind, str, str, bool], ...] = (
     (Kind.ABSTRACT, "Filled", "must", False),
     (Kind.SELF_ATTRIBUTE, "Box", "plain", True),
     (Kind.SELF_ATTRIBUTE, "Box", "typed", True),
+    (Kind.SELF_ATTRIBUTE, "Box", "paired", True),
     (Kind.SELF_ATTRIBUTE, "Box", "from_base", True),
     (Kind.SELF_ATTRIBUTE, "Box", "nothing", False),
     (Kind.SELF_ATTRIBUTE, "Box", "other", False),

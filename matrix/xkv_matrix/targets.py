@@ -87,9 +87,7 @@ def _row(where: str, row: Any) -> Target:
     where = f"{where} ({release})" if isinstance(release, str) else where
     if unknown := sorted(set(row) - set(known)):
         raise _bad(where, f"unknown key {unknown[0]!r}; known are {', '.join(known)}")
-    needed = [
-        name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING
-    ]
+    needed = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
     if missing := [name for name in needed if name not in row]:
         raise _bad(where, f"{', '.join(missing)} missing")
     values: dict[str, Any] = dict(row)

@@ -148,15 +148,27 @@ def assigns_to_self(node: ast.ClassDef, name: str) -> bool:
             targets = [inner.target]
         else:
             continue
-        if any(
-            isinstance(target, ast.Attribute)
-            and target.attr == name
-            and isinstance(target.value, ast.Name)
-            and target.value.id == "self"
-            for target in targets
-        ):
+        if any(_is_self(part, name) for target in targets for part in _parts(target)):
             return True
     return False
+
+
+def _parts(target: ast.expr) -> Iterator[ast.expr]:
+    """The single targets of an assignment, tuples taken apart."""
+    if isinstance(target, ast.Tuple | ast.List):
+        for element in target.elts:
+            yield from _parts(element)
+    else:
+        yield target
+
+
+def _is_self(target: ast.expr, name: str) -> bool:
+    return (
+        isinstance(target, ast.Attribute)
+        and target.attr == name
+        and isinstance(target.value, ast.Name)
+        and target.value.id == "self"
+    )
 
 
 def calls(tree: ast.AST, owner: str, name: str) -> bool:

@@ -1,0 +1,103 @@
+"""Binding: each way in which our side can fail to fit a release must be a finding that names the call site."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from xkv_matrix.binding import OurClasses, bind
+from xkv_matrix.check import open_tree
+from xkv_matrix.connector import uses_of
+from xkv_matrix.findings import Finding, MatrixError
+
+Make = Callable[[dict[str, str]], Path]
+_SCHEDULER = "distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py"
+
+
+Judge = Callable[..., list[Finding]]
+
+
+@pytest.fixture
+def judge(make_tree: Make, make_ours: Make, release: dict[str, str], ours: dict[str, str]) -> Judge:
+    """Bind the small release against our side, after `change(release, ours)`."""
+
+    def bound(change: Callable[[dict[str, str], dict[str, str]], None] | None = None) -> list[Finding]:
+        if change is not None:
+            change(release, ours)
+        reader = open_tree(make_tree(release))
+        return bind(uses_of(reader), reader, OurClasses(make_ours(ours)))
+
+    return bound
+
+
+def test_everything_fits(judge: Judge) -> None:
+    assert judge() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        (
+            "manager.py",
+            "lookup(self, key, req_context)",
+            "lookup(self, key)",
+            "manager.lookup: called with (key, request)",
+        ),
+        ("manager.py", "lookup(self, key, req_context)", "lookup(self, key, *, req_context)", "manager.lookup: called"),
+        ("manager.py", "lookup(self, key, req_context)", "lookup(self, key, a, b)", "manager.lookup: called"),
+        ("manager.py", "lookup", "look_up", "manager.lookup: abstract in this release, and not ours"),
+        ("manager.py", "def lookup(self, key, req_context): ...", "lookup = 1", "manager.lookup: called, but it is no"),
+        (
+            "manager.py",
+            "    def lookup",
+            "    @property\n    def lookup",
+            "manager.lookup: called, but it is a property",
+        ),
+        (
+            "worker.py",
+            ", expedited=False",
+            "",
+            "worker.submit_load: called with (job_id, source, target, expedited=True)",
+        ),
+        ("worker.py", "XkvWorker(Half)", "XkvWorker", "worker.get_finished: abstract in this release"),
+        ("spec.py", "*args, **kwargs", "vllm_config, kv_cache_config", "spec.__init__: called with (config)"),
+    ],
+)
+def test_our_side_does_not_fit(judge: Judge, file: str, old: str, new: str, said: str) -> None:
+    def change(_: dict[str, str], ours: dict[str, str]) -> None:
+        assert old in ours[file]
+        ours[file] = ours[file].replace(old, new)
+
+    findings = judge(change)
+    assert [finding.text.startswith(said) for finding in findings] == [True], findings
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("self.manager.brand_new(1)", "manager.brand_new: call of something that neither"),
+        ("self.manager.brand_new", "manager.brand_new: read of something that neither"),
+        ("self.manager.lookup(*keys)", "manager.lookup: called with * or **"),
+        ("self.manager.lookup(1, 2, hurry=True)", "manager.lookup: called with (1, 2, hurry=True)"),
+        ("request.lookup(1)", "a call on an object of unknown class"),
+    ],
+)
+def test_a_release_that_moves_on(judge: Judge, call: str, said: str) -> None:
+    def change(release: dict[str, str], _: dict[str, str]) -> None:
+        release[_SCHEDULER] += f"\n    def newer(self, keys, request):\n        {call}\n"
+
+    (finding,) = judge(change)
+    assert finding.text.startswith(said)
+    assert "scheduler:OffloadingConnectorScheduler.newer:" in finding.where
+
+
+def test_our_classes_that_are_not_there(make_ours: Make, ours: dict[str, str], tmp_path: Path) -> None:
+    del ours["worker.py"]
+    with pytest.raises(MatrixError, match="no class XkvWorker in it"):
+        OurClasses(make_ours(ours))
+    with pytest.raises(MatrixError, match="no such folder"):
+        OurClasses(tmp_path / "absent")
+    with pytest.raises(MatrixError, match=r"worker\.py:1: "):
+        OurClasses(make_ours({"worker.py": "class (:\n"}))

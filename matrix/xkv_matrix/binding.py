@@ -1,0 +1,191 @@
+"""Whether our side fits a release: every use that its connector makes, bound against our signatures.
+
+Owns: reading our classes by their syntax, and binding calls and attributes against them.
+Must not know: how uses are found, and how our side works.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from xkv_compat import syntax
+
+from .connector import ROLES
+from .findings import Finding, MatrixError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from xkv_compat.source import SourceReader
+
+    from .connector import Use, Uses
+
+__all__ = ["OUR_CLASSES", "OurClasses", "bind", "misfit_key"]
+
+# Role → our class. Objects of the other roles are the release's own classes, filled in by us.
+OUR_CLASSES: Mapping[str, str] = {
+    "spec": "XkvOffloadingSpec",
+    "manager": "XkvManager",
+    "worker": "XkvWorker",
+    "load_store_spec": "XkvTransferSpec",
+}
+_CHECK = "binding"
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+_Member = ast.stmt | syntax.Import
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A member: what binds it, and whether it is ours or the release's default."""
+
+    bound: _Member | None  # None: an instance attribute or a field
+    ours: bool
+
+
+class OurClasses:
+    """Our classes, read from the Python files of one folder without importing them."""
+
+    def __init__(self, folder: Path, names: Mapping[str, str] = OUR_CLASSES) -> None:
+        self._classes: dict[str, ast.ClassDef] = {}
+        if not folder.is_dir():
+            raise MatrixError(f"{folder}: no such folder; our classes are read from there")
+        for path in sorted(folder.rglob("*.py")):
+            try:
+                tree = ast.parse(path.read_bytes(), filename=str(path))
+            except SyntaxError as error:
+                raise MatrixError(f"{path}:{error.lineno or 0}: {error.msg}") from error
+            for node in ast.walk(tree):
+                if isinstance(node, ast.ClassDef):
+                    self._classes.setdefault(node.name, node)
+        self.names = {role: name for role, name in names.items() if name in self._classes}
+        if missing := sorted(set(names.values()) - set(self.names.values())):
+            raise MatrixError(f"{folder}: no class {', '.join(missing)} in it")
+
+    def lineage(self, role: str) -> list[ast.ClassDef]:
+        """Our class of a role and its bases among our classes, itself first."""
+        pending = [self.names[role]] if role in self.names else []
+        found: list[ast.ClassDef] = []
+        while pending:
+            node = self._classes.get(pending.pop(0))
+            if node is not None and node not in found:
+                found.append(node)
+                pending.extend(base.id for base in node.bases if isinstance(base, ast.Name))
+        return found
+
+
+def misfit_key(use: Use) -> str:
+    """The name that a use has in an expected table's misfits."""
+    return f"{use.role}.{use.name}"
+
+
+def bind(uses: Uses, reader: SourceReader, ours: OurClasses) -> list[Finding]:
+    """Everything of a release's uses that does not fit our classes; each finding names the call site."""
+    sides = {role: _Side(role, reader, ours) for role in ROLES}
+    findings = [Finding(_CHECK, where, "a call on an object of unknown class: nothing checks it")
+                for where in uses.unresolved]  # fmt: skip
+    findings += [
+        Finding(_CHECK, use.at, f"{misfit_key(use)}: {text}")
+        for use in uses.found
+        if (text := sides[use.role].misfit(use)) is not None
+    ]
+    for role in ours.names:
+        findings += [
+            Finding(_CHECK, f"{ours.names[role]}.{name}", f"{role}.{name}: abstract in this release, and not ours")
+            for name in sides[role].unfilled()
+        ]
+    return findings
+
+
+class _Side:
+    """One role: our class (if it is ours to write) over the release's own class."""
+
+    def __init__(self, role: str, reader: SourceReader, ours: OurClasses) -> None:
+        self._ours = ours.lineage(role)
+        self._theirs: list[ast.ClassDef] = []
+        for module, name in ROLES[role]:
+            found = reader.lineage(module, name)
+            if found:
+                self._theirs = [node for _, node in found]
+                break
+
+    def misfit(self, use: Use) -> str | None:
+        """Why a use does not fit, or None."""
+        if use.kind in {"ask", "write"}:
+            return None
+        found = self._find(use.name)
+        if found is None:
+            return f"{use.kind} of something that neither our class nor the release's has"
+        if use.kind == "read":
+            return None
+        if found.bound is None or not isinstance(found.bound, ast.FunctionDef | ast.AsyncFunctionDef):
+            return "called, but it is no method"
+        if use.starred:
+            return "called with * or **: it cannot be bound"
+        return _misbound(found.bound, use)
+
+    def unfilled(self) -> Iterator[str]:
+        """The abstract methods of the release's class that our class does not define."""
+        seen: set[str] = set()
+        for node in self._theirs:
+            for name, bound in syntax.class_body_names(node).items():
+                if name not in seen and syntax.is_abstract(bound):
+                    found = self._find(name)
+                    if found is None or not found.ours:
+                        yield name
+                seen.add(name)
+
+    def _find(self, name: str) -> _Found | None:
+        for ours, nodes in ((True, self._ours), (False, self._theirs)):
+            for node in nodes:
+                bound = syntax.class_body_names(node).get(name)
+                if bound is not None:
+                    return _Found(bound, ours)
+                if name in syntax.field_names(node) or syntax.assigns_to_self(node, name):
+                    return _Found(None, ours)
+        return None
+
+
+def _signature(node: _Function) -> inspect.Signature:
+    """A function's signature, read from its syntax; what a bound object passes by itself is left out."""
+    spec = node.args
+    decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+    positional = [*((item, inspect.Parameter.POSITIONAL_ONLY) for item in spec.posonlyargs),
+                  *((item, inspect.Parameter.POSITIONAL_OR_KEYWORD) for item in spec.args)]  # fmt: skip
+    first_default = len(positional) - len(spec.defaults)
+    parameters = [
+        inspect.Parameter(item.arg, kind, default=None if index >= first_default else inspect.Parameter.empty)
+        for index, (item, kind) in enumerate(positional)
+    ]
+    if "staticmethod" not in decorators:
+        parameters = parameters[1:]
+    if spec.vararg is not None:
+        parameters.append(inspect.Parameter(spec.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
+    parameters += [
+        inspect.Parameter(
+            item.arg,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if default is None else None,
+        )
+        for item, default in zip(spec.kwonlyargs, spec.kw_defaults, strict=True)
+    ]
+    if spec.kwarg is not None:
+        parameters.append(inspect.Parameter(spec.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _misbound(node: _Function, use: Use) -> str | None:
+    if any(
+        ast.unparse(decorator).rpartition(".")[2] in {"property", "cached_property"}
+        for decorator in node.decorator_list
+    ):
+        return "called, but it is a property"
+    signature = _signature(node)
+    try:
+        signature.bind(*[None] * use.positional, **dict.fromkeys(use.keywords))
+    except TypeError as error:
+        return f"called with ({', '.join(use.arguments)}), ours takes {signature}: {error}"
+    return None
