@@ -679,9 +679,10 @@ def test_missing_ranks_are_named(scheduler: Client, gateway: FakeGateway) -> Non
 
 
 def test_touch(scheduler: Client, gateway: FakeGateway) -> None:
-    scheduler.touch(range(10_000))
+    tags = range(2**63, 2**63 + 10_000)
+    scheduler.touch(tags)
     first, second = gateway.next(wire.Touch), gateway.next(wire.Touch)
-    assert [*first.tags, *second.tags] == list(range(10_000))
+    assert [*first.tags, *second.tags] == list(tags)
 
 
 def test_a_descriptor_that_no_message_holds(client: Client) -> None:
