@@ -1,0 +1,221 @@
+"""One launch of an engine without a model: the release's real Scheduler and connectors, driven step by step.
+
+Owns: the order in which scheduler and ranks are made and take turns, requests and their stories, bounds on waiting.
+Must not know: what a page holds (worker), which release this is (release).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from harness import release
+from harness.story import Story
+from harness.worker import Load, Rank, _load
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from harness.shapes import Shape
+
+IDLE_S = 0.002  # between steps that schedule nothing: long against a busy loop, short against any I/O
+RUN_S_MAX = 20.0
+STEPS_MAX = 5000
+
+
+@dataclass(slots=True)
+class Request:
+    """One request of a test, and what became of it."""
+
+    req_id: str
+    story: Story
+    output_tokens: int
+    computed_tokens: int = 0  # scheduled to be computed, over all steps
+    loads: list[Load] = field(default_factory=list)
+    finish_reason: str | None = None
+    said: list[int] = field(default_factory=list)
+
+    @property
+    def loaded_blocks(self) -> list[tuple[int, ...]]:
+        """By group and load: how many of the request's blocks a load brought, in which places."""
+        return [tuple(one.index for one in load.blocks) for load in self.loads]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one step was about. Jobs by number."""
+
+    scheduled: Any
+    load_jobs: dict[int, Any]
+    store_jobs: dict[int, Any]
+    flushed: frozenset[int]
+    preempted: frozenset[str]
+
+
+class Engine:
+    """Scheduler and ranks of one launch. Closed in order by `close`."""
+
+    def __init__(self, shape: Shape, launch: release.Launch) -> None:
+        names = release.names()
+        self.shape = shape
+        self.requests: dict[str, Request] = {}
+        self._stories: dict[str, Story] = {}
+        self.steps: list[Step] = []
+        self.ranks: list[Rank] = []
+        try:
+            # Workers first, as the engine core does: they publish what the scheduler adopts.
+            for rank in range(shape.ranks):
+                self.ranks.append(Rank(shape, launch, rank=rank, stories=self._stories))
+            self._make_scheduler(release.vllm_config(shape, launch, rank=0))
+        except BaseException:
+            for one in self.ranks:
+                one.close()
+            raise
+        self._aggregator = names.KVOutputAggregator(shape.ranks)
+
+    def _make_scheduler(self, config: Any) -> None:
+        names = release.names()
+        config.compilation_config.static_forward_context.clear()  # the scheduler's process has no layers
+        cache_config = release.kv_cache_config(self.shape)
+        block_size, hash_block_size = names.kv_cache_utils.resolve_kv_cache_block_sizes(cache_config, config)
+        hash_function = names.hash_function(config.cache_config.prefix_caching_hash_algo)
+        names.kv_cache_utils.init_none_hash(hash_function)
+        self._block_hasher = names.kv_cache_utils.get_request_block_hasher(hash_block_size, hash_function)
+        self.scheduler = names.Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache_config,
+            structured_output_manager=names.StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+            log_stats=False,
+        )
+
+    @property
+    def manager(self) -> Any:
+        """Our OffloadingManager."""
+        return self.scheduler.connector.connector_scheduler.manager
+
+    def close(self) -> None:
+        """An orderly end: workers first, then the scheduler."""
+        for rank in self.ranks:
+            rank.close()
+        self.scheduler.shutdown()
+
+    # --- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, req_id: str, prompt: Sequence[int], *, output_tokens: int = 1) -> Request:
+        """Hand a request to the scheduler."""
+        names = release.names()
+        self._stories[req_id] = Story(prompt)
+        self.requests[req_id] = Request(req_id, self._stories[req_id], output_tokens)
+        self.scheduler.add_request(
+            names.Request(
+                request_id=req_id,
+                prompt_token_ids=list(prompt),
+                sampling_params=names.SamplingParams(max_tokens=output_tokens, ignore_eos=True, temperature=0.0),
+                pooling_params=None,
+                block_hasher=self._block_hasher,
+            )
+        )
+        return self.requests[req_id]
+
+    def abort(self, req_id: str) -> None:
+        """End a request as its client's disconnection does."""
+        self.scheduler.finish_requests(req_id, release.names().RequestStatus.FINISHED_ABORTED)
+
+    # --- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self, *, before_execute: Callable[[Step], None] | None = None) -> Step:
+        """One step: schedule, execute on every rank, update. Every byte of every rank is compared in it."""
+        scheduled = self.scheduler.schedule()
+        metadata = scheduled.kv_connector_metadata
+        step = Step(
+            scheduled,
+            dict(metadata.load_jobs),
+            dict(metadata.store_jobs),
+            frozenset(metadata.jobs_to_flush or ()),
+            frozenset(scheduled.preempted_req_ids or ()),
+        )
+        self.steps.append(step)
+        self._note(step)
+        if before_execute is not None:
+            before_execute(step)
+        # Each process has its own metadata; in one process the ranks must not see what another took out.
+        outputs = []
+        for rank in self.ranks:
+            scheduled.kv_connector_metadata = _own_copy(metadata, step)
+            outputs.append(rank.execute(scheduled))
+        scheduled.kv_connector_metadata = metadata
+        output = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
+        for core_outputs in self.scheduler.update_from_output(scheduled, output).values():
+            for one in core_outputs.outputs:
+                self._hear(one)
+        return step
+
+    def _note(self, step: Step) -> None:
+        """Check that loads go exactly where the scheduler's own block tables say, and count."""
+        for req_id, tokens in step.scheduled.num_scheduled_tokens.items():
+            self.requests[req_id].computed_tokens += tokens
+        for job in step.load_jobs.values():
+            load = _load(job)
+            tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
+            for one in load.blocks:
+                assert one.block == tables[one.group][one.index] != 0
+            self.requests[load.req_id].loads.append(load)
+
+    def _hear(self, output: Any) -> None:
+        request = self.requests[output.request_id]
+        request.said += output.new_token_ids
+        if output.finish_reason is not None:
+            request.finish_reason = str(output.finish_reason)
+        length = request.story.prompt_length
+        assert request.said == request.story.tokens(length, length + len(request.said)), "another token was said"
+
+    def run(self, until: Callable[[], bool] | None = None) -> None:
+        """Step until `until` holds, or until everything is finished and every job reported. Bounded."""
+        end = time.monotonic() + RUN_S_MAX
+        for _ in range(STEPS_MAX):
+            if self.is_idle() if until is None else until():
+                return
+            step = self.step()
+            if not step.scheduled.total_num_scheduled_tokens:
+                time.sleep(IDLE_S)
+            if time.monotonic() > end:
+                break
+        unfinished = {name: one.finish_reason for name, one in self.requests.items()}
+        raise AssertionError(f"no end after {len(self.steps)} steps: {unfinished}")
+
+    def is_idle(self) -> bool:
+        """As the engine core asks before it waits for new requests."""
+        return not (
+            self.scheduler.has_unfinished_requests()
+            or self.scheduler.has_finished_requests()
+            or self.scheduler.connector.has_pending_push_work()
+        )
+
+    def serve(self, req_id: str, prompt: Sequence[int], *, output_tokens: int = 1) -> Request:
+        """Submit one request and run until nothing is left to do."""
+        request = self.submit(req_id, prompt, output_tokens=output_tokens)
+        self.run()
+        return request
+
+    # --- forgetting ----------------------------------------------------------------------------------------------
+
+    def forget(self, *, connector: bool = False) -> None:
+        """Drop vLLM's own prefix reuse (and the connector's, on demand), and poison all pages."""
+        assert self.scheduler.reset_prefix_cache(reset_connector=connector)
+        for rank in self.ranks:
+            rank.memory.poison(range(1, self.shape.blocks), seed=len(self.steps) + 1)
+
+
+def _own_copy(metadata: Any, step: Step) -> Any:
+    """The step's connector metadata as another process would get it."""
+    return type(metadata)(
+        **{
+            **vars(metadata),
+            "load_jobs": dict(step.load_jobs),
+            "store_jobs": dict(step.store_jobs),
+            "jobs_to_flush": None if metadata.jobs_to_flush is None else set(metadata.jobs_to_flush),
+        }
+    )

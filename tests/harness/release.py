@@ -1,0 +1,314 @@
+"""The installed vLLM, as the harness drives it.
+
+Owns: importing it (slow, and with warnings that are not ours), its configuration without a model, its KV-cache
+groups and tensors in the shape that each release wants, told apart by the fields of its own classes.
+Must not know: requests, steps, what a page holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from harness.shapes import ELEMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from harness.shapes import Group, Shape
+    from harness.story import Bytes
+
+ARCHITECTURE = "XkvHarnessForCausalLM"
+MODEL_TOKENS_MAX = 4096
+LAYOUT = "LBHNC"  # the page order that the connector asks for, where releases name one
+
+# A DeepSeek V2 in miniature, so that vLLM takes it for an MLA model; and one with ordinary heads.
+_MODELS: Mapping[bool, Mapping[str, Any]] = {
+    True: {
+        "model_type": "deepseek_v2",
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
+        "q_lora_rank": None,
+        "moe_intermediate_size": 64,
+        "n_routed_experts": 4,
+        "num_key_value_heads": 4,
+    },
+    False: {"model_type": "llama", "num_key_value_heads": 4, "head_dim": 32},
+}
+_ANY_MODEL = {
+    "architectures": [ARCHITECTURE],
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "vocab_size": 1024,
+    "max_position_embeddings": MODEL_TOKENS_MAX,
+    "torch_dtype": "float32",
+}
+
+
+_PLACES = {
+    "torch": "torch",
+    "config": "vllm.config",
+    "kv": "vllm.v1.kv_cache_interface",
+    "kv_cache_utils": "vllm.v1.core.kv_cache_utils",
+    "hash_function": "vllm.utils.hashing:get_hash_fn_by_name",
+    "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
+    "SchedulerOutput": "vllm.v1.core.sched.output:SchedulerOutput",
+    "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
+    "KVConnectorFactory": "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
+    "KVConnectorRole": "vllm.distributed.kv_transfer.kv_connector.v1:KVConnectorRole",
+    "KVOutputAggregator": "vllm.distributed.kv_transfer.kv_connector.utils:KVOutputAggregator",
+    "KVConnectorOutput": "vllm.v1.outputs:KVConnectorOutput",
+    "ModelRunnerOutput": "vllm.v1.outputs:ModelRunnerOutput",
+    "Request": "vllm.v1.request:Request",
+    "RequestStatus": "vllm.v1.request:RequestStatus",
+    "SamplingParams": "vllm.sampling_params:SamplingParams",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Names:
+    """vLLM's modules, classes and functions that the harness uses, from `_PLACES`."""
+
+    torch: Any
+    config: Any
+    kv: Any
+    kv_cache_utils: Any
+    hash_function: Any
+    Scheduler: Any
+    SchedulerOutput: Any
+    StructuredOutputManager: Any
+    KVConnectorFactory: Any
+    KVConnectorRole: Any
+    KVOutputAggregator: Any
+    KVConnectorOutput: Any
+    ModelRunnerOutput: Any
+    Request: Any
+    RequestStatus: Any
+    SamplingParams: Any
+
+
+@cache
+def names() -> Names:
+    """Import vLLM, once in a process (12 to 30 s), and let it know the stand-in model's class."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
+        found = {name: _imported(place) for name, place in _PLACES.items()}
+        # A class in this process: vLLM would start another to look at one that it names by its module.
+        _imported("vllm.model_executor.models.registry:ModelRegistry").register_model(
+            ARCHITECTURE, _model_class(found["torch"])
+        )
+    return Names(**found)
+
+
+def _imported(place: str) -> Any:
+    """A module, or an attribute of one after a colon."""
+    module, _, attribute = place.partition(":")
+    loaded = importlib.import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
+
+
+def _model_class(torch: Any) -> type:
+    """A class with what vLLM looks for in a text model. Nothing of it is ever called."""
+
+    def nothing(self: Any, *arguments: Any, **more: Any) -> None: ...
+
+    def init(self: Any, *, vllm_config: Any, prefix: str = "") -> None: ...
+
+    def forward(self: Any, input_ids: Any, positions: Any) -> None: ...
+
+    def embed(self: Any, input_ids: Any) -> None: ...
+
+    return type(
+        ARCHITECTURE,
+        (torch.nn.Module,),
+        {
+            "__init__": init,
+            "forward": forward,
+            "embed_input_ids": embed,
+            "get_input_embeddings": embed,
+            "compute_logits": nothing,
+        },
+    )
+
+
+def _field_names(kind: Any) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(kind))
+
+
+def loads_after_forward() -> bool:
+    """Whether the model runner starts loads once the forward pass is launched (unless a step has sync loads)."""
+    return "has_sync_kv_loads" in _field_names(names().SchedulerOutput)
+
+
+# --- configuration ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What one start of an engine is given. `extra`: keys of kv_connector_extra_config beside the usual."""
+
+    folder: Path
+    engine_id: str
+    extra: Mapping[str, Any]
+    failure_policy: str = "recompute"
+    batch_tokens: int = 2048
+    requests_max: int = 8
+
+
+def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
+    """The configuration of one process of the engine: rank's worker, or with rank 0 the scheduler's as well.
+
+    What the CPU platform switches off for its own kernels (prefix reuse and chunked prefill with MLA) is on.
+    """
+    config = names().config
+    model = _model_folder(launch.folder, is_mla=any(group.kind == "mla" for group in shape.groups))
+    transfer = config.KVTransferConfig(
+        kv_connector="OffloadingConnector",
+        kv_role="kv_both",
+        engine_id=launch.engine_id,
+        kv_load_failure_policy=launch.failure_policy,
+        kv_connector_extra_config={
+            "spec_name": "XkvOffloadingSpec",
+            "spec_module_path": "xkv_offload",
+            "blocks_per_chunk": shape.blocks_per_chunk,
+            "xkv.weights_fingerprint": "harness",
+            **launch.extra,
+        },
+    )
+    made = config.VllmConfig(
+        model_config=config.ModelConfig(
+            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=MODEL_TOKENS_MAX, seed=0
+        ),
+        scheduler_config=config.SchedulerConfig(
+            max_num_seqs=launch.requests_max,
+            max_num_batched_tokens=launch.batch_tokens,
+            max_model_len=MODEL_TOKENS_MAX,
+            is_encoder_decoder=False,
+            enable_chunked_prefill=True,
+            async_scheduling=False,
+        ),
+        parallel_config=config.ParallelConfig(
+            tensor_parallel_size=shape.ranks, distributed_executor_backend="mp" if shape.ranks > 1 else None
+        ),
+        cache_config=config.CacheConfig(
+            block_size=min(group.block_tokens for group in shape.groups), enable_prefix_caching=True
+        ),
+        kv_transfer_config=transfer,
+    )
+    made.cache_config.block_size = min(group.block_tokens for group in shape.groups)
+    made.cache_config.enable_prefix_caching = True
+    made.cache_config.num_gpu_blocks = shape.blocks
+    made.scheduler_config.enable_chunked_prefill = True
+    made.parallel_config.rank = rank
+    context = made.compilation_config.static_forward_context
+    for group in shape.groups:
+        context.update({layer: _Layer(group) for layer in group.layers})
+    return made
+
+
+def _model_folder(parent: Path, *, is_mla: bool) -> Path:
+    folder = parent / ("mla-model" if is_mla else "model")
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps({**_ANY_MODEL, **_MODELS[is_mla]}))
+    return folder
+
+
+class _Layer:
+    """What stands in vLLM's forward context for a layer that has pages."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def get_kv_cache_spec(self, _vllm_config: Any) -> Any:
+        """The layer's own KV spec."""
+        return kv_spec(self._group)
+
+
+# --- KV-cache groups and tensors --------------------------------------------------------------------------------
+
+
+def kv_spec(group: Group) -> Any:
+    """The spec of a group's layers; its page size is the one that the harness reckons with."""
+    found, torch = names().kv, names().torch
+    common: dict[str, Any] = {
+        "block_size": group.block_tokens,
+        "num_kv_heads": group.heads,
+        "dtype": torch.float32,
+        "page_size_padded": group.stride_bytes if group.padding_bytes else None,
+    }
+    if group.kind == "mla":
+        spec = found.MLAAttentionSpec(head_size=group.head_elements, **common)
+    elif group.kind == "full":
+        spec = found.FullAttentionSpec(head_size=group.head_elements // 2, **common)
+    else:
+        spec = found.SlidingWindowSpec(head_size=group.head_elements // 2, sliding_window=group.window, **common)
+    assert spec.page_size_bytes == group.stride_bytes
+    return spec
+
+
+def kv_cache_config(shape: Shape) -> Any:
+    """The groups, and where their layers' pages lie, as the engine core would have decided."""
+    kv = names().kv
+    named_layout = {"kv_cache_layout": LAYOUT} if "kv_cache_layout" in _field_names(kv.KVCacheConfig) else {}
+    return kv.KVCacheConfig(
+        num_blocks=shape.blocks,
+        kv_cache_tensors=_tensor_places(shape),
+        kv_cache_groups=[
+            kv.KVCacheGroupSpec(layer_names=list(group.layers), kv_cache_spec=kv_spec(group)) for group in shape.groups
+        ],
+        **named_layout,
+    )
+
+
+def _tensor_places(shape: Shape) -> list[Any]:
+    """One KVCacheTensor per region, or one per layer where a release describes layers within one allocation."""
+    kind = names().kv.KVCacheTensor
+    if "shared_by" in _field_names(kind):
+        return [kind(size=shape.region_bytes(layers), shared_by=list(layers)) for layers in shape.regions()]
+    return [
+        kind(
+            size=shape.memory_bytes,
+            layers=[layer],
+            layer_stride=shape.region_bytes((layer,)),
+            block_stride=shape.groups[shape.group_of(layer)].stride_bytes,
+            offset=offset,
+        )
+        for layer, offset in shape.offsets().items()
+    ]
+
+
+def kv_tensors(shape: Shape, memory: Bytes) -> dict[str, Any]:
+    """Each layer's tensor, a view into the rank's one allocation, shaped as this release's model runner does."""
+    torch, kv = names().torch, names().kv
+    raw = torch.from_numpy(memory).view(torch.int8)
+    if "shared_by" not in _field_names(kv.KVCacheTensor):
+        found: dict[str, Any] = {}
+        for place in _tensor_places(shape):
+            group = shape.groups[shape.group_of(place.layers[0])]
+            views = kv.create_kv_cache_views(raw, kv_spec(group), shape.blocks, kv.KVCacheLayout[LAYOUT], place)
+            found.update(zip(place.layers, views, strict=True))
+        return found
+    return {
+        layer: _view(raw, shape.groups[shape.group_of(layer)], shape.blocks, offset)
+        for layer, offset in shape.offsets().items()
+    }
+
+
+def _view(raw: Any, group: Group, blocks: int, offset: int) -> Any:
+    """(blocks, tokens, latent) for MLA, (blocks, heads, tokens, K and V) for the CPU's attention."""
+    rows = raw.as_strided((blocks, group.page_bytes), (group.stride_bytes, 1), offset).view(names().torch.float32)
+    assert rows.shape[1] * ELEMENT_BYTES == group.page_bytes
+    if group.kind == "mla":
+        return rows.unflatten(1, (group.block_tokens, group.head_elements))
+    return rows.unflatten(1, (group.heads, group.block_tokens, group.head_elements))

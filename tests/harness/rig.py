@@ -1,0 +1,73 @@
+"""What a test holds: one gateway on one card, and the engines that it launches after each other.
+
+Owns: names of launches, the end of everything that was started.
+Must not know: what a test is about.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from harness.engine import Engine
+from harness.gateway import Gateway
+from harness.release import Launch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from harness.shapes import Shape
+
+RING_BYTES = 48 * 1024 * 1024  # three times what the largest case has under way at once
+
+
+class Rig:
+    """Closed by its test's fixture (`contextlib.closing`)."""
+
+    def __init__(self, folder: Path, *, slot_bytes: int | None = None) -> None:
+        self._folder = folder
+        self._slot_bytes = slot_bytes
+        self.gateway = Gateway(folder / "gateway", slot_bytes=slot_bytes)
+        self._engines: list[Engine] = []
+        self._numbers = itertools.count(1)
+
+    def launch(
+        self,
+        shape: Shape,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        batch_tokens: int = 2048,
+        policy: str = "recompute",
+    ) -> Engine:
+        """Start an engine: new process state, new engine id, poisoned memory."""
+        engine = Engine(
+            shape,
+            Launch(
+                folder=self._folder,
+                engine_id=f"harness-{next(self._numbers)}",
+                extra={**self.gateway.extra, "xkv.ring_bytes": RING_BYTES, **(extra or {})},
+                failure_policy=policy,
+                batch_tokens=batch_tokens,
+            ),
+        )
+        self._engines.append(engine)
+        return engine
+
+    def relaunch(self, engine: Engine, **options: Any) -> Engine:
+        """End an engine in order and start another of the same shape."""
+        self.end(engine)
+        return self.launch(engine.shape, **options)
+
+    def end(self, engine: Engine) -> None:
+        """End an engine in order."""
+        self._engines.remove(engine)
+        engine.close()
+
+    def close(self) -> None:
+        """End every engine, then the gateway."""
+        try:
+            for engine in reversed(self._engines):
+                engine.close()
+        finally:
+            self.gateway.close()

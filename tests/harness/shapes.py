@@ -1,0 +1,123 @@
+"""The shapes of engines that the harness builds, as plain data.
+
+Owns: groups of layers, their kinds of attention and page sizes; where each layer's pages lie in a rank's memory,
+with guard bytes around them.
+Must not know: vLLM, tokens, the gateway.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["mla", "full", "sliding"]
+
+ELEMENT_BYTES = 4  # float32, which every platform has
+GUARD_BYTES = 4096  # before, between and after the layers' regions; a multiple of every element's size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """One KV-cache group.
+
+    `head_elements`: of one head and token: K and V together, or MLA's latent. `padding_bytes`: at each page's end.
+    `window`: tokens that a sliding layer sees, its own included.
+    """
+
+    kind: Kind
+    layers: tuple[str, ...]
+    block_tokens: int = 16
+    heads: int = 1
+    head_elements: int
+    padding_bytes: int = 0
+    window: int | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer, all heads."""
+        return self.heads * self.head_elements * ELEMENT_BYTES
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one layer's page that mean something."""
+        return self.block_tokens * self.row_bytes
+
+    @property
+    def stride_bytes(self) -> int:
+        """From one page to the next."""
+        return self.page_bytes + self.padding_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One engine. `shared`: the n-th layers of all groups lie on the same memory, as vLLM's hybrid models do."""
+
+    groups: tuple[Group, ...]
+    blocks: int
+    blocks_per_chunk: int = 1
+    ranks: int = 1
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        """Overlaid groups must have equal page strides, or a block would lie elsewhere for each."""
+        assert not self.shared or len({group.stride_bytes for group in self.groups}) == 1
+
+    @property
+    def identical_ranks(self) -> bool:
+        """MLA's latent is the same on every rank."""
+        return all(group.kind == "mla" for group in self.groups)
+
+    def group_of(self, layer: str) -> int:
+        """The position of a layer's group."""
+        return next(number for number, group in enumerate(self.groups) if layer in group.layers)
+
+    def chunk_bytes(self, group: int) -> int:
+        """Bytes of a whole chunk on one rank."""
+        return self.blocks_per_chunk * len(self.groups[group].layers) * self.groups[group].page_bytes
+
+    def regions(self) -> tuple[tuple[str, ...], ...]:
+        """The layers that share each region of memory, in order."""
+        if not self.shared:
+            return tuple((layer,) for group in self.groups for layer in group.layers)
+        longest = max(len(group.layers) for group in self.groups)
+        return tuple(
+            tuple(group.layers[number] for group in self.groups if number < len(group.layers))
+            for number in range(longest)
+        )
+
+    def region_bytes(self, layers: tuple[str, ...]) -> int:
+        """Bytes of the region that these layers share."""
+        return self.blocks * self.groups[self.group_of(layers[0])].stride_bytes
+
+    def offsets(self) -> dict[str, int]:
+        """Where each layer's block 0 begins in a rank's memory."""
+        found = {}
+        at = GUARD_BYTES
+        for layers in self.regions():
+            found.update(dict.fromkeys(layers, at))
+            at += self.region_bytes(layers) + GUARD_BYTES
+        return found
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of a rank's memory, guards included."""
+        return GUARD_BYTES + sum(self.region_bytes(layers) + GUARD_BYTES for layers in self.regions())
+
+
+def mla(*, layers: int = 3, prefix: str = "layer") -> Group:
+    """A group of MLA layers with the latent of DeepSeek V2 (512 + 64 elements)."""
+    return Group(kind="mla", layers=tuple(f"{prefix}.{number}" for number in range(layers)), head_elements=576)
+
+
+def full(*, layers: int = 2, padding_bytes: int = 0) -> Group:
+    """A group of full-attention layers."""
+    names = tuple(f"full.{number}" for number in range(layers))
+    return Group(kind="full", layers=names, heads=2, head_elements=2 * 32, padding_bytes=padding_bytes)
+
+
+def sliding(*, window: int, layers: int = 2, padding_bytes: int = 0) -> Group:
+    """A group of sliding-window layers with the page size of `full`."""
+    names = tuple(f"sliding.{number}" for number in range(layers))
+    return Group(
+        kind="sliding", layers=names, heads=2, head_elements=2 * 32, padding_bytes=padding_bytes, window=window
+    )
