@@ -250,7 +250,8 @@ def pytest(
     result.arguments = list(session.posargs)
     junit = result.file.with_suffix(".xml")
     junit.unlink(missing_ok=True)
-    command = (python, "-m", "pytest", "--durations=10", f"--junitxml={junit}", *paths)
+    options = ("--durations=10", "--continue-on-collection-errors", f"--junitxml={junit}")
+    command = (python, "-m", "pytest", *options, *paths)
     session.log(" ".join(command[1:]))
     done = subprocess.run(command, env={**os.environ, **(env or {})}, check=False)
     counts = _counted(junit) if junit.is_file() else {}
