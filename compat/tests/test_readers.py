@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,7 +15,6 @@ from xkv_compat.source import SourceReader, Tree
 if TYPE_CHECKING:
     import subprocess
     from collections.abc import Callable
-    from pathlib import Path
 
 _MODULE = "vllm.some"
 _TEXT = '''
@@ -151,6 +151,7 @@ _PROBES = tuple(Probe(kind, _MODULE, name, owner) for kind, owner, name, _ in _C
 
 _ASK = """
 import json
+from pathlib import Path
 from xkv_compat.live import LiveReader
 from xkv_compat.probes import Kind, Probe
 reader = LiveReader()
@@ -231,9 +232,13 @@ def test_a_file_that_does_not_parse_is_named_with_its_line(
     assert f"{tree / 'vllm' / 'some.py'}:3: " in str(caught.value)
 
 
-def test_the_package_itself_is_a_tree_too(make_tree: Callable[[dict[str, str]], Path]) -> None:
+def test_the_package_itself_is_a_tree_too(
+    make_tree: Callable[[dict[str, str]], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     tree = make_tree(_files())
     assert Tree(tree / "vllm").package == Tree(tree).package
+    monkeypatch.chdir(tree / "vllm")
+    assert Tree(Path()).package == Tree(tree).package
 
 
 def test_what_is_no_tree_is_told_in_one_line(tmp_path: Path) -> None:

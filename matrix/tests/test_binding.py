@@ -93,6 +93,18 @@ def test_a_release_that_moves_on(judge: Judge, call: str, said: str) -> None:
     assert "scheduler:OffloadingConnectorScheduler.newer:" in finding.where
 
 
+def test_a_spec_that_is_made_from_something_else(judge: Judge) -> None:
+    """Ours takes any arguments, so that binding alone would not see a third shape."""
+
+    def change(release: dict[str, str], _: dict[str, str]) -> None:
+        text = release["v1/kv_offload/base.py"].replace("__init__(self, config)", "__init__(self, config, role)")
+        release["v1/kv_offload/base.py"] = text
+
+    assert [
+        finding.text.startswith("spec.__init__: a spec is made from config, role here") for finding in judge(change)
+    ] == [True]
+
+
 def test_our_classes_that_are_not_there(make_ours: Make, ours: dict[str, str], tmp_path: Path) -> None:
     del ours["worker.py"]
     with pytest.raises(MatrixError, match="no class XkvWorker in it"):

@@ -33,6 +33,8 @@ OUR_CLASSES: Mapping[str, str] = {
     "worker": "XkvWorker",
     "load_store_spec": "XkvTransferSpec",
 }
+# What a release may make a spec from: ours takes anything, and reads these two shapes.
+MADE_FROM = (("config",), ("vllm_config", "kv_cache_config"))
 _CHECK = "binding"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Member = ast.stmt | syntax.Import
@@ -119,13 +121,24 @@ class _Side:
         found = self._find(use.name)
         if found is None:
             return f"{use.kind} of something that neither our class nor the release's has"
-        if use.kind == "read":
-            return None
-        if found.bound is None or not isinstance(found.bound, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None if use.kind == "read" else self._misbound(found.bound, use)
+
+    def _misbound(self, bound: _Member | None, use: Use) -> str | None:
+        if not isinstance(bound, ast.FunctionDef | ast.AsyncFunctionDef):
             return "called, but it is no method"
         if use.starred:
             return "called with * or **: it cannot be bound"
-        return _misbound(found.bound, use)
+        if use.kind == "make" and self._made_from() not in MADE_FROM:
+            return f"a spec is made from {', '.join(self._made_from())} here; which is no shape that ours reads"
+        return _misbound(bound, use)
+
+    def _made_from(self) -> tuple[str, ...]:
+        """What the release's own class is made from."""
+        for node in self._theirs:
+            bound = syntax.class_body_names(node).get("__init__")
+            if isinstance(bound, ast.FunctionDef):
+                return syntax.parameter_names(bound)[1:]
+        return ()
 
     def unfilled(self) -> Iterator[str]:
         """The abstract methods of the release's class that our class does not define."""

@@ -34,7 +34,8 @@ class Tree:
 
     @staticmethod
     def _package(folder: Path) -> Path:
-        for candidate in (folder / "vllm", folder):
+        whole = folder.resolve()  # so that "." inside the package is one too
+        for candidate in (whole / "vllm", whole):
             if candidate.name == "vllm" and (candidate / "__init__.py").is_file():
                 return candidate
         if not folder.is_dir():
