@@ -228,7 +228,7 @@ class AttentionLayerBase:
 }
 
 
-def write_tree(folder: Path, files: dict[str, str]) -> Path:
+def _write_tree(folder: Path, files: dict[str, str]) -> Path:
     """Write the tree below ``folder/vllm`` with an __init__.py in every package; returns ``folder``."""
     for name, text in {"__init__.py": "", **files}.items():
         path = folder / "vllm" / name
@@ -247,9 +247,14 @@ def full_files() -> dict[str, str]:
 
 
 @pytest.fixture
+def write_tree() -> Callable[[Path, dict[str, str]], Path]:
+    return _write_tree
+
+
+@pytest.fixture
 def make_tree(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
     def make(files: dict[str, str]) -> Path:
-        return write_tree(tmp_path / "tree", files)
+        return _write_tree(tmp_path / "tree", files)
 
     return make
 

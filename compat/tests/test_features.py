@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import pickle
-from typing import TYPE_CHECKING
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +15,9 @@ from xkv_compat import FEATURES, REQUIREMENTS, Features, UnsupportedVLLM, detect
 from xkv_compat.features import evaluate
 from xkv_compat.probes import Kind, Probe, probes_of
 
-if TYPE_CHECKING:
-    import subprocess
-    from collections.abc import Callable
-    from pathlib import Path
+Make = Callable[[dict[str, str]], Path]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Write = Callable[[Path, dict[str, str]], Path]
 
 _PROBES = sorted(
     {probe for feature in FEATURES for probe in probes_of(feature.term)}
@@ -24,12 +25,16 @@ _PROBES = sorted(
     key=str,
 )
 _GONE = "gone_for_the_test"
-_REPORT = """
+_LIVE = """
 import json
-from xkv_compat import detect_live
-from xkv_compat.report import as_json
-assert detect_live() is detect_live()
-print(json.dumps(as_json(detect_live())))
+from xkv_compat.features import evaluate, installed_version
+from xkv_compat.live import LiveReader
+for tree in {trees!r}:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+    sys.path[0] = tree
+    features = evaluate(LiveReader(), installed_version())
+    print(json.dumps([features.where, dict(features), features.unmet]))
 """
 
 
@@ -126,36 +131,44 @@ def _without(files: dict[str, str], probe: Probe) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("probe", _PROBES, ids=str)
-def test_taking_one_symbol_away(
-    make_tree: Callable[[dict[str, str]], Path],
-    full_files: dict[str, str],
-    run_live: Callable[..., subprocess.CompletedProcess[str]],
-    probe: Probe,
-) -> None:
-    """A wrong owner or module in the table, or a reader that looks elsewhere, shows here; both must agree."""
-    tree = make_tree(_without(full_files, probe))
+def test_taking_one_symbol_away(make_tree: Make, full_files: dict[str, str], probe: Probe) -> None:
+    """A wrong owner or module in the table, or a reader that looks elsewhere, shows here."""
+    source = detect_source(make_tree(_without(full_files, probe)))
     expected = evaluate(_Without(probe), "")
-    source = detect_source(tree)
     assert dict(source) == dict(expected)
     assert source.unmet == expected.unmet
-    done = run_live(tree, _REPORT)
+
+
+def test_the_live_reader_agrees(full_files: dict[str, str], run_live: Run, write_tree: Write, tmp_path: Path) -> None:
+    """The installed release must not look otherwise than its sources: on the whole tree and without each symbol."""
+    trees = [write_tree(tmp_path / "whole", full_files)]
+    for index, probe in enumerate(_PROBES):
+        trees.append(write_tree(tmp_path / str(index), _without(full_files, probe)))
+    done = run_live(trees[0], _LIVE.format(trees=[str(tree) for tree in trees]))
     assert done.returncode == 0, done.stderr
-    live = json.loads(done.stdout)
-    assert live["features"] == dict(source)
-    assert live["unmet"] == list(source.unmet)
-    assert live["where"] == "1.2.3+made"
+    for tree, line in zip(trees, done.stdout.splitlines(), strict=True):
+        where, features, unmet = json.loads(line)
+        source = detect_source(tree)
+        assert where == "1.2.3+made"
+        assert features == dict(source)
+        assert unmet == list(source.unmet)
 
 
-def test_every_absent_feature_says_what_was_not_found(
-    make_tree: Callable[[dict[str, str]], Path], full_files: dict[str, str]
-) -> None:
+def test_the_live_answer_is_remembered(make_tree: Make, full_files: dict[str, str], run_live: Run) -> None:
+    """Every worker and scheduler asks it again and again."""
+    code = "from xkv_compat import detect_live as ask\nassert ask() is ask()\nassert all(ask().values())\n"
+    done = run_live(make_tree(full_files), code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_absent_feature_says_what_was_not_found(make_tree: Make, full_files: dict[str, str]) -> None:
     del full_files["v1/kv_offload/config.py"]
     features = detect_source(make_tree(full_files))
     assert set(features.missing) == {name for name, found in features.items() if not found}
     assert features.missing["group_ids"] == ("field vllm.v1.kv_offload.config.OffloadingGroupConfig:group_id",)
 
 
-def test_unsupported_lists_everything_missing_at_once(make_tree: Callable[[dict[str, str]], Path]) -> None:
+def test_unsupported_lists_everything_missing_at_once(make_tree: Make) -> None:
     """One missing symbol at a time would cost a fork's maintainer a run for each."""
     features = detect_source(make_tree({}))
     with pytest.raises(UnsupportedVLLM) as caught:
@@ -171,9 +184,7 @@ def test_unsupported_lists_everything_missing_at_once(make_tree: Callable[[dict[
         assert f"- {requirement.name}: no " in str(caught.value)
 
 
-def test_features_are_frozen_and_misspelt_names_are_errors(
-    make_tree: Callable[[dict[str, str]], Path], full_files: dict[str, str]
-) -> None:
+def test_features_are_frozen_and_misspelt_names_are_errors(make_tree: Make, full_files: dict[str, str]) -> None:
     features: Features = detect_source(make_tree(full_files))
     with pytest.raises(KeyError):
         features["no_such_feature"]
