@@ -146,7 +146,9 @@ def test_plain_messages_become_actions() -> None:
     answer = wire.Namespaces(5, ())
     assert scheduler.reply(answer) == [actions.Send(answer)]
     published = wire.RankNamespace(0, b"n" * 16, "{}")
-    assert rank.receive(wire.encode(MESSAGES[wire.PublishNamespace])) == [actions.RecordNamespace(published, adopted=False)]
+    assert rank.receive(wire.encode(MESSAGES[wire.PublishNamespace])) == [
+        actions.RecordNamespace(published, adopted=False)
+    ]
     assert rank.published == published
     assert tool.receive(wire.encode(wire.AskStatus(6))) == [actions.ReportStatus(6)]
     assert tool.receive(wire.encode(wire.Stop(7))) == [actions.StopGateway(7)]

@@ -113,9 +113,7 @@ def start_detached(card: EmbeddedCard, socket: Path) -> bool:
     UserError where the card's folder cannot be made or written, or Python cannot be started.
     """
     if not sys.executable:
-        raise UserError(
-            "this Python does not know its own program, so no gateway can be started; use xkv.port"
-        )
+        raise UserError("this Python does not know its own program, so no gateway can be started; use xkv.port")
     _make_folder(card.folder)
     lock_fd = _take_starter_lock(card.folder)
     if lock_fd is None:
@@ -154,9 +152,7 @@ def _launch(card: EmbeddedCard, socket: Path, lock_fd: int) -> None:
         launcher.kill()
         code = launcher.wait()
     if code != 0:
-        raise UserError(
-            f"starting a gateway for {card.folder} failed ({last_log_line(card.folder) or f'code {code}'})"
-        )
+        raise UserError(f"starting a gateway for {card.folder} failed ({last_log_line(card.folder) or f'code {code}'})")
 
 
 def last_log_line(folder: Path) -> str:

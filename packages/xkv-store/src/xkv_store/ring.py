@@ -221,9 +221,7 @@ def ring_slots(*, ring_bytes: int, slot_bytes: int) -> int:
     return slots
 
 
-def regions(
-    *, ring_bytes: int, slot_bytes: int, world_size: int, load_reserve_bytes: int
-) -> tuple[RankRegions, ...]:
+def regions(*, ring_bytes: int, slot_bytes: int, world_size: int, load_reserve_bytes: int) -> tuple[RankRegions, ...]:
     """Divide a ring evenly over the ranks, and each rank's part into slots for stores and for loads.
 
     The reserve is the whole engine's; each rank has its share, rounded up, at least one slot and at most
@@ -239,6 +237,4 @@ def regions(
         )
     share = -(-load_reserve_bytes // (slot_bytes * world_size))
     load = min(max(share, 1), each - 1)
-    return tuple(
-        RankRegions(first=rank * each, store_slots=each - load, load_slots=load) for rank in range(world_size)
-    )
+    return tuple(RankRegions(first=rank * each, store_slots=each - load, load_slots=load) for rank in range(world_size))

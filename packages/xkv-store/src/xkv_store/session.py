@@ -365,9 +365,7 @@ class GatewaySession:
         if len(wanted) != len(slots):
             raise PeerError("one slot named twice in a message")
         if not self._idle.issuperset(wanted):
-            raise PeerError(
-                f"slots that are in flight or not the session's: {sorted(wanted - self._idle)[:8]}"
-            )
+            raise PeerError(f"slots that are in flight or not the session's: {sorted(wanted - self._idle)[:8]}")
         self._idle -= wanted
         self.in_flight += len(objects)
         return dict(objects)
@@ -441,9 +439,7 @@ class GatewaySession:
         self._move(Event.IDLE)
         return [Close()]
 
-    def _release(
-        self, flights: dict[int, dict[int, tuple[int, ...]]], number: int, indexes: list[int]
-    ) -> None:
+    def _release(self, flights: dict[int, dict[int, tuple[int, ...]]], number: int, indexes: list[int]) -> None:
         flight = flights.get(number, {})
         for index in indexes:
             slots = flight.pop(index, None)

@@ -86,9 +86,7 @@ def check_socket_dir(folder: Path, *, shared: bool = False) -> None:
     forbidden = 0o022 if shared else 0o077
     if status.st_mode & forbidden:
         mode = stat.S_IMODE(status.st_mode)
-        raise UserError(
-            f"the socket folder {folder} is open to others (mode {mode:04o}); type: chmod 700 {folder}"
-        )
+        raise UserError(f"the socket folder {folder} is open to others (mode {mode:04o}); type: chmod 700 {folder}")
 
 
 def socket_for_port(socket_dir: Path, port: int) -> Path:
@@ -281,8 +279,7 @@ def connect(path: Path) -> socket.socket | None:
             return None
         if error.errno == errno.EACCES:
             raise UserError(
-                f"{path} is not open to uid {os.geteuid()}; its gateway must name it with --allow-uid or "
-                "--socket-group"
+                f"{path} is not open to uid {os.geteuid()}; its gateway must name it with --allow-uid or --socket-group"
             ) from error
         if error.errno == errno.EPROTOTYPE:
             raise UserError(f"what listens on {path} is no xkv gateway; take another port") from error
@@ -338,9 +335,7 @@ def receive(connection: socket.socket) -> Packet | None:
     Raises PeerError for an oversized packet or too many descriptors; all that came with it is closed.
     """
     try:
-        data, ancillary, flags, _address = connection.recvmsg(
-            MESSAGE_BYTES_MAX + 1, _CONTROL_BYTES, _RECEIVE_FLAGS
-        )
+        data, ancillary, flags, _address = connection.recvmsg(MESSAGE_BYTES_MAX + 1, _CONTROL_BYTES, _RECEIVE_FLAGS)
     except BlockingIOError:
         raise
     except OSError as error:
