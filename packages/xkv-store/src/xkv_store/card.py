@@ -20,7 +20,7 @@ from .eviction import Budget, Sieve
 from .extents import Run, SlotAllocator, place
 from .fragment import Identity, filled, pieces, prove, seal
 from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, Geometry
-from .index import SetObject
+from .index import RemoveObject, SetObject
 from .key import RANK_BYTES, ObjectKey
 from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
 from .limbo import Ghost, Limbo
@@ -348,6 +348,8 @@ class Card:
     def commit_batch(self, batch: CommitBatch) -> None:
         """Commit a batch to the index; then the main thread calls `confirmed`, or `commit_failed` on MediumError."""
         self._index.apply(batch.changes, batch.generation_ceiling)
+        if any(isinstance(step.change, RemoveObject) for step in batch.steps):
+            reached("evict.committed")
 
     def close(self) -> None:
         """Commit what waits, make all durable, and let go of everything. No put or get may be in flight.
@@ -362,9 +364,10 @@ class Card:
                 database.sync()
             self._index.sync()
         finally:
-            self._let_go()
+            self.abandon()
 
-    def _let_go(self) -> None:
+    def abandon(self) -> None:
+        """Let go of everything as a kill would: what waits for its commit is lost, nothing is synced."""
         self.table.close()
         self._index.close()
         for database in self._databases:

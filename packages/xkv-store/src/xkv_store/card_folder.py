@@ -35,6 +35,10 @@ GRACE_MS_MAX = 600_000
 _LOCK, _MAKING, _INDEX = "lock", "making", "index"
 
 
+class CardInUseError(UserError):
+    """Another process has the card's lock."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CardOptions:
     """Which card, and what it is made with where it is not there yet.
@@ -114,7 +118,7 @@ def _lock(folder: Path, *, create: bool) -> int:
     except BlockingIOError as error:
         holder = os.pread(lock_fd, 256, 0).decode("utf-8", "replace").strip()
         os.close(lock_fd)
-        raise UserError(
+        raise CardInUseError(
             f"the card in {folder} is in use by {holder or 'another process'}: stop that gateway, or give "
             "another folder"
         ) from error

@@ -48,26 +48,25 @@ class Budget:
 
 
 class Marks:
-    """One visited bit (a byte, for speed) per tag, in a table a few times as large as the objects can be many."""
+    """One visited mark per tag (a byte, for speed), in a table a few times as large as objects can be many."""
 
     def __init__(self, slots: int) -> None:
-        size = 1 << (max(MARKS_MIN, slots * MARKS_PER_SLOT) - 1).bit_length()
-        self._bytes = bytearray(size)
-        self._mask = size - 1
+        self._size = max(MARKS_MIN, slots * MARKS_PER_SLOT) | 1  # odd: tags that differ in any bit fall apart
+        self._bytes = bytearray(self._size)
 
     def set_all(self, tags: Iterable[int]) -> None:
         """These chunks were asked for."""
-        marks, mask = self._bytes, self._mask
+        marks, size = self._bytes, self._size
         for tag in tags:
-            marks[tag & mask] = 1
+            marks[tag % size] = 1
 
     def set(self, tag: int) -> None:
         """This chunk was asked for."""
-        self._bytes[tag & self._mask] = 1
+        self._bytes[tag % self._size] = 1
 
     def clear(self, tag: int) -> bool:
         """Whether the chunk was asked for since it was last cleared."""
-        at = tag & self._mask
+        at = tag % self._size
         marked = self._bytes[at]
         self._bytes[at] = 0
         return bool(marked)

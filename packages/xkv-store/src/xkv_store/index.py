@@ -15,6 +15,7 @@ import struct
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
 import lmdb
@@ -23,7 +24,7 @@ from .errors import MediumError, UserError
 from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 NAMED_DATABASES = (b"meta", b"objects", b"order", b"namespaces")
 MAP_BYTES_MIN = 16 << 20
 INDEX_BYTES_PER_SLOT = 512  # objects (key, record) + order (key, object key), in pages that are half full
+SCAN_BATCH = 131_072  # entries read at a time at the start: some 40 MB of Python objects
 READERS_MAX = 8  # transactions of this one process
 
 _U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
@@ -187,12 +189,17 @@ class Index:
         with self._lock, _Reading(self._folder), self._read().cursor(self._namespaces) as cursor:
             return dict(cursor.iternext())
 
-    def scan(self) -> tuple[list[bytes], list[bytes]]:
-        """All keys and all records, in the order of keys."""
-        with self._lock, _Reading(self._folder), self._read().cursor(self._objects) as cursor:
-            keys = list(cursor.iternext(keys=True, values=False))
-            cursor.first()
-            return keys, list(cursor.iternext(keys=False, values=True)) if keys else []
+    def scan(self, batch_max: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
+        """All keys and records, in the order of keys, in batches. For the start: nothing else may read meanwhile."""
+        with self._lock, _Reading(self._folder):
+            reader = self._read()
+            with reader.cursor(self._objects) as of_keys, reader.cursor(self._objects) as of_records:
+                of_keys.first()
+                of_records.first()
+                all_keys = of_keys.iternext(keys=True, values=False)
+                all_records = of_records.iternext(keys=False, values=True)
+                while keys := list(islice(all_keys, batch_max)):
+                    yield keys, list(islice(all_records, batch_max))
 
     def counts(self) -> tuple[int, int]:
         """(objects, entries of the order): equal unless the index is damaged."""
@@ -264,12 +271,12 @@ class Index:
 
     def restore_order(self) -> None:
         """Make the order anew from the objects."""
-        keys, records = self.scan()
         with _Reading(self._folder), self._env.begin(write=True) as transaction:
             transaction.drop(self._order, delete=False)
-            for key, record in zip(keys, records, strict=True):
-                with suppress(BadBytesError):
-                    transaction.put(_order_key(record), key, db=self._order)
+            for keys, records in self.scan(SCAN_BATCH):
+                for key, record in zip(keys, records, strict=True):
+                    with suppress(BadBytesError):
+                        transaction.put(_order_key(record), key, db=self._order)
         self.refresh()
 
     def sync(self) -> None:

@@ -6,6 +6,7 @@ not know which object leaves for it, nor where slots are.
 
 RESERVE_SHARE_MIN = 64  # free slots kept ahead: at least this part of the card…
 RESERVE_SHARE_MAX = 8  # …and at most this part, however fast puts come
+STREAM_MARGIN_SHARE = 4  # a quarter more than a grace time's puts: commits and ticks take their time, too
 DEMAND_SHARE_MAX = 2  # nothing leaves for an object that is larger than this part (half) of the card
 
 _PERIOD_NS_MIN = 1_000_000
@@ -45,5 +46,6 @@ class Pressure:
         if free >= self._demand_slots:
             self._demand_slots = 0
         streaming = max(self._put_slots, self._put_slots_before)
+        streaming += -(-streaming // STREAM_MARGIN_SHARE)
         reserve = min(max(streaming, self._total // RESERVE_SHARE_MIN), self._total // RESERVE_SHARE_MAX)
         return max(reserve, self._demand_slots) - free - on_their_way

@@ -16,7 +16,7 @@ from .database import Database, aligned
 from .errors import MediumError, PeerError
 from .extents import SlotAllocator
 from .geometry import EXTENTS_MAX, IO_STEP_BYTES, NAMESPACE_BYTES, RANKS_PER_ENTRY, Geometry
-from .index import Index, RemoveObject, SetObject
+from .index import SCAN_BATCH, Index, RemoveObject, SetObject
 from .key import ObjectKey, tag_salt
 from .layout import EXTENT, RECORD, BadBytesError, Extent, Record, SlotHeader, pack_record, parse_slot_header
 
@@ -57,16 +57,12 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
     if objects != order:
         log.warning("the index has %d objects and %d entries in their order: making the order anew", objects, order)
         index.restore_order()
-    keys, records = index.scan()
-    columns = _Columns(len(keys))
-    columns.add_keys(keys)
-    columns.add_records(records)
+    columns = _Columns(objects)
+    for keys, records in index.scan(SCAN_BATCH):
+        columns.add(keys, records)
     used = columns.check_extents(slots, geometry)
     if not columns.good.all():
-        bad = [keys[row] for row in np.flatnonzero(~columns.good).tolist()]
-        log.warning("removing %d damaged entries from the index", len(bad))
-        index.apply([RemoveObject(key) for key in bad])
-        index.refresh()
+        _remove(index, np.flatnonzero(~columns.good))
     good = columns.good
     return Loaded(
         columns.tags[good],
@@ -78,6 +74,18 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
     )
 
 
+def _remove(index: Index, rows: I64s) -> None:
+    """Remove the entries at these places of the order of keys."""
+    log.warning("removing %d damaged entries from the index", len(rows))
+    bad: list[bytes] = []
+    begin = 0
+    for keys, _ in index.scan(SCAN_BATCH):
+        bad.extend(keys[row - begin] for row in rows.tolist() if begin <= row < begin + len(keys))
+        begin += len(keys)
+    index.apply([RemoveObject(key) for key in bad])
+    index.refresh()
+
+
 class _Columns:
     """The rows of an index while they are being read."""
 
@@ -86,12 +94,20 @@ class _Columns:
         self.tags, self.generations, self.rank_bits, self.fragments, self.lengths = (
             np.zeros(rows, np.uint64) for _ in range(5)
         )
+        self._filled = 0
         self._owner: list[I64s] = []
         self._extents: list[Bytes] = []
 
-    def add_keys(self, keys: list[bytes]) -> None:
+    def add(self, keys: list[bytes], records: list[bytes]) -> None:
+        """The next rows."""
+        self._add_keys(keys)
+        self._add_records(records)
+        self._filled += len(keys)
+
+    def _add_keys(self, keys: list[bytes]) -> None:
         """Tags and rank bits."""
-        for rows, data in _by_length(keys):
+        for places, data in _by_length(keys):
+            rows = places + self._filled
             hash_bytes = data.shape[1] - _KEY_FIXED_BYTES
             if hash_bytes < 1:
                 self.good[rows] = False
@@ -105,9 +121,10 @@ class _Columns:
             self.tags[rows] = tags
             self.rank_bits[rows] = np.uint64(1) << (ranks % RANKS_PER_ENTRY).astype(np.uint64)
 
-    def add_records(self, records: list[bytes]) -> None:
+    def _add_records(self, records: list[bytes]) -> None:
         """Generations, lengths and extents."""
-        for rows, data in _by_length(records):
+        for places, data in _by_length(records):
+            rows = places + self._filled
             extents, rest = divmod(data.shape[1] - RECORD.size, EXTENT.size)
             if extents < 1 or rest:
                 self.good[rows] = False
@@ -161,7 +178,7 @@ def _by_length(items: list[bytes]) -> list[tuple[I64s, Bytes]]:
     lengths = np.fromiter(map(len, items), np.int64, len(items))
     blob = np.frombuffer(b"".join(items), np.uint8)
     found: list[tuple[I64s, Bytes]] = []
-    distinct = np.unique(lengths).tolist()
+    distinct = np.flatnonzero(np.bincount(lengths)).tolist()
     if len(distinct) == 1:
         return [(np.arange(len(items)), blob.reshape(len(items), distinct[0]))]
     offsets = np.cumsum(lengths) - lengths
@@ -181,8 +198,12 @@ def _column(data: Bytes, at: int, kind: str) -> npt.NDArray[np.unsignedinteger]:
 def _salts(heads: Bytes, pages: I64s) -> U64s:
     """The salt of each row's (namespace, group, page of ranks). Rows come in the order of keys: heads in runs."""
     new = np.concatenate(([False], (heads[1:] != heads[:-1]).any(axis=1)))
-    combined = np.cumsum(new) * _PAGES_MAX + pages
-    _, first, inverse = np.unique(combined, return_index=True, return_inverse=True)
+    run = np.cumsum(new)
+    if pages.any():
+        combined = run * _PAGES_MAX + pages
+        _, first, inverse = np.unique(combined, return_index=True, return_inverse=True)
+    else:
+        first, inverse = np.flatnonzero(np.concatenate(([True], new[1:]))), run
     salts = []
     for row in first.tolist():
         head = heads[row].tobytes()

@@ -1,0 +1,397 @@
+"""Opening: locks, what was made is found again, contradictions say what to do, damage mends itself."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from xkv_store import card_folder
+from xkv_store.card import Card, CardOptions, PutPlan
+from xkv_store.card_folder import open_folder
+from xkv_store.errors import MediumError, UserError
+from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES
+from xkv_store.index import Index, SetObject
+from xkv_store.key import ObjectKey
+from xkv_store.layout import Extent, Record, pack_record
+from xkv_store.testing.cards import CardDriver
+
+SLOT = 4_096
+PAYLOAD = SLOT - HEADER_BYTES
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> CardOptions:
+    return CardOptions(
+        folder=tmp_path / "card",
+        capacity_bytes=2 * (DATA_OFFSET + 20 * SLOT),
+        databases=2,
+        slot_bytes=SLOT,
+        grace_ms=0,
+    )
+
+
+def key_of(number: int) -> ObjectKey:
+    return ObjectKey(bytes(16), 0, number.to_bytes(16, "big"), 0)
+
+
+def filled(options: CardOptions, numbers: range = range(10)) -> CardDriver:
+    driver = CardDriver(options)
+    for number in numbers:
+        assert isinstance(driver.put(key_of(number), bytes([number]) * (number * 700 + 1), family=number), PutPlan)
+    return driver
+
+
+def held(driver: CardDriver, numbers: range = range(10)) -> list[int]:
+    found = []
+    for number in numbers:
+        data = driver.get_or_drop(key_of(number))
+        if data is not None:
+            assert data == bytes([number]) * (number * 700 + 1)
+            found.append(number)
+    return found
+
+
+def any_of(options: CardOptions) -> CardOptions:
+    """The same folder with nothing else said."""
+    return CardOptions(folder=options.folder)
+
+
+# --- lock and modes ---------------------------------------------------------------------------------------------
+
+
+def test_a_second_opening_is_refused_and_told_who(options: CardOptions) -> None:
+    driver = CardDriver(options)
+    with pytest.raises(UserError, match=f"in use by process {os.getpid()} "):
+        Card.open(any_of(options))
+    driver.close()
+    CardDriver(any_of(options)).close()
+
+
+def test_a_dead_holders_lock_is_no_obstacle(options: CardOptions) -> None:
+    """The text in the file stays behind; the kernel's lock does not."""
+    CardDriver(options).close()
+    program = (
+        "import sys, os, signal; from pathlib import Path; from xkv_store.card import Card, CardOptions\n"
+        "card = Card.open(CardOptions(folder=Path(sys.argv[1]))); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", program, str(options.folder)], env=environment, check=False)
+    assert ended.returncode == -9
+    CardDriver(any_of(options)).close()
+
+
+def test_the_lock_is_not_inherited(options: CardOptions) -> None:
+    """A child that outlives the gateway must not keep the card locked."""
+    driver = CardDriver(options)
+    with subprocess.Popen(["sleep", "60"], close_fds=False) as child:
+        driver.close()
+        CardDriver(any_of(options)).close()
+        child.kill()
+
+
+def test_all_is_private(options: CardOptions) -> None:
+    driver = filled(options)
+    assert options.folder.stat().st_mode & 0o777 == 0o700
+    for path in options.folder.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0
+    driver.close()
+
+
+@pytest.mark.parametrize("create", [True, False])
+def test_a_folder_that_cannot_be_is_a_clear_error(tmp_path: Path, create: bool) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="give"):
+        Card.open(CardOptions(folder=tmp_path / "file" / "card", create=create))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_without_create_nothing_is_made(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no card"):
+        Card.open(CardOptions(folder=tmp_path / "card", create=False))
+    assert not (tmp_path / "card").exists()
+
+
+# --- making -----------------------------------------------------------------------------------------------------
+
+
+def test_the_default_takes_a_share_of_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(card_folder, "_free_bytes", lambda _: 10 << 20)
+    driver = CardDriver(CardOptions(folder=tmp_path / "card", slot_bytes=SLOT))
+    assert driver.card.slots_total == ((8 << 20) - DATA_OFFSET) // SLOT
+    driver.close()
+    monkeypatch.setattr(card_folder, "_free_bytes", lambda _: 1 << 50)
+    monkeypatch.setattr(card_folder, "CAPACITY_BYTES_DEFAULT_MAX", 4 << 20)
+    driver = CardDriver(CardOptions(folder=tmp_path / "other", slot_bytes=SLOT))
+    assert driver.card.slots_total == ((4 << 20) - DATA_OFFSET) // SLOT
+    driver.close()
+
+
+def test_no_space_is_an_error_that_leaves_nothing(options: CardOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.posix_fallocate
+    calls: list[int] = []
+
+    def second_fails(fd: int, offset: int, length: int) -> None:
+        calls.append(length)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, "full")
+        real(fd, offset, length)
+
+    monkeypatch.setattr(os, "posix_fallocate", second_fails)
+    with pytest.raises(UserError, match="give a smaller capacity"):
+        Card.open(options)
+    assert [path.name for path in options.folder.iterdir()] == ["lock"]
+    monkeypatch.undo()
+    filled(options).close()
+
+
+@pytest.mark.parametrize("moment", ["before", "databases", "index", "end"])
+def test_a_making_that_was_killed_is_made_anew(
+    options: CardOptions, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    class Killed(BaseException):
+        """As good as a kill: what was made stays behind."""
+
+    def killed(*_: object, **__: object) -> None:
+        raise Killed
+
+    target = {
+        "before": (card_folder, "_plan_slots"),
+        "databases": (Index, "create"),
+        "index": (card_folder, "_sync_folder"),
+        "end": (Path, "unlink"),
+    }[moment]
+    with monkeypatch.context() as patch:
+        patch.setattr(card_folder._Making, "undo", lambda *_: None)
+        if moment == "index":
+            real, calls = card_folder._sync_folder, []
+
+            def second(folder: Path) -> None:
+                calls.append(folder)
+                if len(calls) == 2:
+                    raise Killed
+                real(folder)
+
+            patch.setattr(card_folder, "_sync_folder", second)
+        else:
+            patch.setattr(*target, killed)
+        with pytest.raises(Killed):
+            Card.open(options)
+    assert (options.folder / "making").exists()
+    driver = filled(options)
+    assert not (options.folder / "making").exists()
+    driver.crash()
+    assert held(driver) == list(range(10))
+    driver.close()
+
+
+def test_databases_elsewhere_are_found_again_by_the_folder_alone(options: CardOptions, tmp_path: Path) -> None:
+    paths = (tmp_path / "nvme0", tmp_path / "nvme1")
+    driver = filled(replace(options, databases=paths))
+    assert all(path.stat().st_size == DATA_OFFSET + 20 * SLOT for path in paths)
+    driver.crash()
+    assert held(driver) == list(range(10))
+    driver.close()
+    moved = (tmp_path / "moved0", paths[1])
+    paths[0].rename(moved[0])
+    with pytest.raises(UserError, match="missing"):
+        Card.open(any_of(options))
+    driver = CardDriver(replace(any_of(options), databases=moved))
+    assert held(driver) == list(range(10))
+    driver.close()
+    with pytest.raises(UserError, match="in order"):
+        Card.open(replace(any_of(options), databases=moved[::-1]))
+
+
+def test_somebody_elses_file_is_not_taken(options: CardOptions, tmp_path: Path) -> None:
+    (tmp_path / "diary").write_bytes(b"dear diary")
+    with pytest.raises(UserError, match="holds something already"):
+        Card.open(replace(options, databases=(tmp_path / "new", tmp_path / "diary")))
+    assert (tmp_path / "diary").read_bytes() == b"dear diary"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"capacity_bytes": 1 << 30}, "capacity"),
+        ({"databases": 3}, "databases"),
+        ({"slot_bytes": 8_192}, "slots of 4096 bytes"),
+    ],
+)
+def test_a_contradiction_says_what_to_do(options: CardOptions, change: dict[str, int], message: str) -> None:
+    filled(options).close()
+    with pytest.raises(UserError, match=f"{message}.*leave that option out"):
+        Card.open(replace(options, **change))  # type: ignore[arg-type]
+    for same in (options, any_of(options)):
+        driver = CardDriver(same)
+        assert held(driver) == list(range(10))
+        driver.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"grace_ms": -1}, {"databases": 0}, {"databases": 1_000}, {"capacity_bytes": 0}, {"slot_bytes": 5_000}]
+)
+def test_options_out_of_range(tmp_path: Path, change: dict[str, int]) -> None:
+    with pytest.raises(UserError):
+        CardOptions(folder=tmp_path / "card", **change)  # type: ignore[arg-type]
+
+
+def test_a_capacity_too_small_says_how_much(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="give 1052672 bytes or more"):
+        Card.open(CardOptions(folder=tmp_path / "card", capacity_bytes=DATA_OFFSET, slot_bytes=SLOT))
+
+
+# --- mending ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "foreign", "meta"])
+def test_a_lost_index_is_made_anew_from_the_slots(options: CardOptions, damage: str) -> None:
+    driver = filled(options)
+    replaced = driver.put(key_of(3), bytes([3]) * (3 * 700 + 1), family=3, replacing=True)
+    assert isinstance(replaced, PutPlan)
+    driver.card.abandon()
+    index = options.folder / "index"
+    if damage == "missing":
+        shutil.rmtree(index)
+    elif damage == "empty":
+        (index / "data.mdb").write_bytes(b"")
+    elif damage == "cut":
+        os.truncate(index / "data.mdb", 3 * 4_096)
+    elif damage == "foreign":
+        (index / "data.mdb").write_bytes(os.urandom(100_000))
+    else:
+        with lmdb.open(str(index), max_dbs=4) as env, env.begin(write=True) as transaction:
+            transaction.delete(b"card_uuid", db=env.open_db(b"meta", transaction))
+    driver = CardDriver(any_of(options))
+    assert driver.card.status()["index_rebuilt"]
+    assert held(driver) == list(range(10))
+    plan = driver.card.begin_get(key_of(3), driver.now_ns)
+    assert plan is not None
+    assert plan.generation == replaced.generation, "the newest complete generation wins"
+    fresh = driver.begin(key_of(99), 1)
+    assert isinstance(fresh, PutPlan)
+    assert fresh.generation > replaced.generation
+    assert sum(driver.card.slots().values()) == driver.card.slots_total
+    driver.card.abandon()
+
+
+def test_an_incomplete_generation_is_not_rebuilt(options: CardOptions) -> None:
+    driver = filled(options, range(1))
+    plan = driver.put(key_of(20), b"x" * 3 * PAYLOAD)
+    assert isinstance(plan, PutPlan)
+    torn = driver.begin(key_of(20), 3 * PAYLOAD, replacing=True)
+    assert isinstance(torn, PutPlan)
+    driver.write(torn, b"y" * 3 * PAYLOAD)
+    driver.card.abandon()
+    extent = torn.extents[0]
+    with (options.folder / f"db-{extent.database}.xkv").open("r+b") as file:
+        file.seek(DATA_OFFSET + (extent.first + 1) * SLOT)
+        file.write(bytes(SLOT))
+    shutil.rmtree(options.folder / "index")
+    driver = CardDriver(any_of(options))
+    assert driver.get(key_of(20)) == b"x" * 3 * PAYLOAD
+    driver.close()
+
+
+def test_a_killed_rebuild_is_done_again(options: CardOptions) -> None:
+    filled(options).close()
+    shutil.rmtree(options.folder / "index")
+    (options.folder / "index.new").mkdir()
+    (options.folder / "index.new" / "data.mdb").write_bytes(b"half")
+    driver = CardDriver(any_of(options))
+    assert held(driver) == list(range(10))
+    driver.close()
+
+
+def test_entries_that_claim_the_same_slots_are_all_removed(options: CardOptions) -> None:
+    """Which of them is right only a read could say; none may take the other's slots when it leaves."""
+    driver = filled(options)
+    driver.close()
+    index = Index.open(options.folder / "index", slots=40)
+    rows = {
+        40: Record(50, 1, 0, 0, (Extent(0, 10, 1),)),
+        41: Record(51, PAYLOAD + 1, 0, 0, (Extent(0, 10, 2),)),
+        42: Record(52, 1, 0, 0, (Extent(0, 20, 1),)),  # out of range
+        43: Record(53, 1, 0, 0, (Extent(2, 0, 1),)),  # no such database
+        44: Record(54, 9 * PAYLOAD, 0, 0, (Extent(0, 12, 1),)),  # too few slots
+        45: Record(55, 1, 0, 0, ()),
+    }
+    index.apply([SetObject(key_of(number).encode(), pack_record(record)) for number, record in rows.items()])
+    index.apply([SetObject(b"not a key", pack_record(Record(56, 1, 0, 0, (Extent(0, 13, 1),))))])
+    index.close()
+    driver = CardDriver(any_of(options))
+    assert driver.card.status()["objects"] == 10
+    assert held(driver, range(10)) == list(range(10))
+    assert sum(driver.card.slots().values()) == 40
+    driver.crash()
+    assert driver.card.status()["objects"] == 10
+    driver.close()
+
+
+def test_a_lost_order_is_made_anew(options: CardOptions) -> None:
+    driver = filled(options)
+    driver.close()
+    with lmdb.open(str(options.folder / "index"), max_dbs=4) as env, env.begin(write=True) as transaction:
+        transaction.drop(env.open_db(b"order", transaction), delete=False)
+    driver = CardDriver(any_of(options))
+    assert len(driver.card._index.order_from(b"", 100)) == 10
+    driver.close()
+
+
+def test_a_cut_database_loses_only_what_was_cut(options: CardOptions) -> None:
+    driver = filled(options)
+    driver.close()
+    os.truncate(options.folder / "db-1.xkv", DATA_OFFSET + 2 * SLOT)
+    driver = CardDriver(any_of(options))
+    found = held(driver)
+    assert 0 < len(found) < 10
+    assert sum(driver.card.slots().values()) == 40
+    driver.close()
+
+
+def test_a_missing_database_says_what_to_do(options: CardOptions) -> None:
+    filled(options).close()
+    (options.folder / "db-1.xkv").unlink()
+    with pytest.raises(UserError, match=r"db-1.xkv is missing: bring it back"):
+        Card.open(any_of(options))
+
+
+def test_a_database_of_another_card_is_refused(options: CardOptions, tmp_path: Path) -> None:
+    filled(options).close()
+    other = replace(options, folder=tmp_path / "other")
+    filled(other).close()
+    shutil.copy(other.folder / "db-1.xkv", options.folder / "db-1.xkv")
+    with pytest.raises(UserError, match="belongs to another card"):
+        Card.open(any_of(options))
+    shutil.copy(other.folder / "db-0.xkv", options.folder / "db-0.xkv")
+    with pytest.raises(UserError, match=r"index .* belongs to another card"):
+        Card.open(any_of(options))
+
+
+def test_a_newer_card_is_refused_by_name(options: CardOptions) -> None:
+    filled(options).close()
+    with (options.folder / "db-0.xkv").open("r+b") as file:
+        for offset in (8, 4_096 + 8):
+            file.seek(offset)
+            file.write(b"\x07")
+    with pytest.raises(UserError, match=r"format version 7.*use the release of xkv that made it"):
+        Card.open(options)
+
+
+def test_a_medium_that_fails_at_the_start_is_one_line(options: CardOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(options).close()
+
+    def failing(*_: object) -> None:
+        raise MediumError(errno.EIO, "writing the index")
+
+    monkeypatch.setattr(Index, "set_meta", failing)
+    with pytest.raises(UserError, match=r"cannot open the card .* Input/output error"):
+        open_folder(any_of(options))
+    monkeypatch.undo()
+    CardDriver(any_of(options)).close()

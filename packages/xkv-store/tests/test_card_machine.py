@@ -1,0 +1,279 @@
+"""Anything may happen to a card in any order, kills included: it never gives wrong bytes and never loses a slot.
+
+A stateful test against a model: what was put under a key, which of it is confirmed, what left and when.
+"""
+
+import errno
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
+
+from xkv_store.card import CardOptions, CommitBatch, GetPlan, PutPlan
+from xkv_store.errors import MediumError
+from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES
+from xkv_store.key import RANK_BYTES, ObjectKey
+from xkv_store.layout import Extent
+from xkv_store.testing.cards import CardDriver
+
+SLOT = 4_096
+PAYLOAD = SLOT - HEADER_BYTES
+GRACE_MS = 50
+
+KEYS = [ObjectKey(bytes(16), 0, bytes([n]) * 9, rank) for n in range(6) for rank in ((0, 1) if n % 2 else (0,))]
+keys = st.sampled_from(KEYS)
+lengths = st.sampled_from([1, PAYLOAD, PAYLOAD + 1, 3 * PAYLOAD])
+
+
+# Life of the card, plan, content, and for a put whether it is written.
+Flight: TypeAlias = tuple[int, PutPlan, bytes, bool]
+Reader: TypeAlias = tuple[int, GetPlan, bytes]
+
+
+def data_of(version: int, length: int) -> bytes:
+    return (version.to_bytes(4, "little") * (length // 4 + 1))[:length]
+
+
+class CardMachine(RuleBasedStateMachine):
+    """Each put has a version of its own, so that mixed or stale bytes show."""
+
+    flying: Bundle[Flight] = Bundle("flying")
+    readers: Bundle[Reader] = Bundle("readers")
+
+    @initialize(slots=st.integers(5, 12), databases=st.integers(1, 2))
+    def make(self, slots: int, databases: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="xkv-machine-"))
+        self.driver = CardDriver(
+            CardOptions(
+                folder=self.folder / "card",
+                capacity_bytes=databases * (DATA_OFFSET + slots * SLOT),
+                databases=databases,
+                slot_bytes=SLOT,
+                grace_ms=GRACE_MS,
+            ),
+            ring_slots=8,
+        )
+        self.version = 0
+        self.life = 0
+        self.batch: CommitBatch | None = None
+        self.batch_applied = False
+        self.contents: dict[ObjectKey, dict[int, bytes]] = {key: {} for key in KEYS}  # by generation, all lives
+        self.dropped: set[int] = set()
+        self.left_ns: dict[ObjectKey, tuple[int, int]] = {}  # evicted: (generation, when)
+
+    def teardown(self) -> None:
+        self.driver.card.abandon()
+        shutil.rmtree(self.folder)
+
+    def shown(self) -> dict[ObjectKey, int]:
+        """What the lookup table says: generation (the highest of the ranks) by key."""
+        found = {}
+        for key in KEYS:
+            entry = self.driver.card.table.get(key.tag)
+            if entry is not None and entry[1] & key.bit:
+                found[key] = entry[0]
+        return found
+
+    def note_evictions(self, before: dict[ObjectKey, int]) -> None:
+        after = self.shown()
+        gone = before.keys() - after.keys()
+        for key in gone:
+            self.left_ns[key] = (before[key], self.driver.now_ns)
+            siblings = [k for k in after if k.encode()[:-RANK_BYTES] == key.encode()[:-RANK_BYTES]]
+            assert not siblings, "a chunk's ranks leave together"
+
+    # --- puts -----------------------------------------------------------------------------------------------
+
+    @rule(target=flying, key=keys, length=lengths, position=st.integers(0, 2), replacing=st.booleans())
+    def begin(self, key: ObjectKey, length: int, position: int, replacing: bool) -> Flight | MultipleResults[Flight]:
+        before = self.shown()
+        plan = self.driver.begin(key, length, family=1, position=position, replacing=replacing)
+        self.note_evictions(before)
+        if not isinstance(plan, PutPlan):
+            return multiple()
+        assert all(plan.generation not in versions for versions in self.contents.values())
+        self.version += 1
+        data = data_of(self.version, length)
+        self.contents[key][plan.generation] = data
+        return self.life, plan, data, False
+
+    @rule(target=flying, flight=consumes(flying))
+    def write(self, flight: Flight) -> Flight | MultipleResults[Flight]:
+        life, plan, data, _ = flight
+        if life != self.life:
+            return multiple()
+        self.driver.write(plan, data)
+        return life, plan, data, True
+
+    @rule(flight=consumes(flying), fails=st.booleans())
+    def finish(self, flight: Flight, fails: bool) -> None:
+        life, plan, _, written = flight
+        if life != self.life:
+            return
+        error = None if written and not fails else MediumError(errno.EIO, "test")
+        self.driver.card.finish_put(plan, error)
+
+    @rule()
+    def take(self) -> None:
+        if self.batch is None:
+            self.batch = self.driver.card.take_commit_batch()
+            self.batch_applied = False
+
+    @rule()
+    def apply(self) -> None:
+        if self.batch is not None and not self.batch_applied:
+            self.driver.card.commit_batch(self.batch)
+            self.batch_applied = True
+
+    @rule(fails=st.booleans())
+    def settle(self, fails: bool) -> None:
+        if self.batch is None:
+            return
+        batch, self.batch = self.batch, None
+        if self.batch_applied and not fails:
+            confirmed = self.driver.card.confirmed(batch)
+            assert all(plan.generation in self.contents[plan.key] for plan in confirmed)
+        else:
+            before = self.shown()
+            self.driver.card.commit_failed(batch)
+            for key in before.keys() - self.shown().keys():
+                self.left_ns.pop(key, None)
+
+    # --- gets -----------------------------------------------------------------------------------------------
+
+    @rule(target=readers, key=keys)
+    def begin_get(self, key: ObjectKey) -> Reader | MultipleResults[Reader]:
+        plan = self.driver.card.begin_get(key, self.driver.now_ns)
+        if plan is None:
+            return multiple()
+        return self.life, plan, self.contents[key][plan.generation]
+
+    @rule(reader=readers)
+    def read(self, reader: Reader) -> None:
+        """However long ago it was pinned, and whatever has happened to its object."""
+        life, plan, data = reader
+        if life == self.life:
+            assert self.driver.read(plan) == data
+
+    @rule(reader=consumes(readers))
+    def end_get(self, reader: Reader) -> None:
+        life, plan, data = reader
+        if life == self.life:
+            assert self.driver.read(plan) == data
+            self.driver.card.end_get(plan)
+
+    @rule(key=keys)
+    def drop(self, key: ObjectKey) -> None:
+        plan = self.driver.card.begin_get(key, self.driver.now_ns)
+        if plan is not None:
+            self.driver.card.end_get(plan)
+            self.driver.card.drop(key, plan.generation, "corrupt")
+            self.left_ns.pop(key, None)
+            assert key not in self.shown()
+
+    @rule(touched=st.lists(keys, max_size=3))
+    def touch(self, touched: list[ObjectKey]) -> None:
+        self.driver.card.touch([key.tag for key in touched])
+
+    # --- time and death -------------------------------------------------------------------------------------
+
+    @rule(ms=st.sampled_from([1, GRACE_MS - 1, GRACE_MS, 1_100]))
+    def tick(self, ms: int) -> None:
+        before = self.shown()
+        self.driver.tick(ms)
+        self.note_evictions(before)
+
+    @rule()
+    def crash(self) -> None:
+        shown = self.shown()
+        overlay = self.driver.card._overlay
+        waiting = {key for key in KEYS if key.encode() in overlay._entries}
+        self.driver.crash()
+        self.life += 1
+        self.batch = None
+        self.left_ns.clear()
+        after = self.shown()
+        assert shown.keys() - waiting <= after.keys(), "what was confirmed survives"
+        assert after.keys() <= shown.keys() | waiting, "what was never there does not appear"
+
+    @rule()
+    def close_and_open(self) -> None:
+        """A clean end. (What the gateway does first: no put, get or commit in flight.)"""
+        if self.batch is not None or self.driver.card._flying:
+            return
+        expected = {key for key in KEYS if self.driver.card._overlay.record(key.encode()) is not None}
+        self.driver.close()
+        self.driver.card = self.driver.card.open(self.driver.options)
+        self.life += 1
+        self.left_ns.clear()
+        assert self.shown().keys() == expected
+
+    # --- always ---------------------------------------------------------------------------------------------
+
+    @invariant()
+    def slots_add_up(self) -> None:
+        card = self.driver.card
+        assert sum(card.slots().values()) == card.slots_total
+        assert min(card.slots().values()) >= 0
+
+    @invariant()
+    def every_slot_has_one_owner(self) -> None:
+        """Two owners would mix two objects' bytes; none would be lost for ever."""
+        card = self.driver.card
+        owned = [np.zeros(allocator.slots, np.int64) for allocator in card._allocators]
+
+        def own(extents: tuple[Extent, ...]) -> None:
+            for database, first, slots in extents:
+                owned[database][first : first + slots] += 1
+
+        for database, allocator in enumerate(card._allocators):
+            own(tuple(Extent(database, *run) for run in allocator.free_runs()))
+        for plan in card._flying.values():
+            own(plan.extents)
+        for ghost in [*card._limbo._aging.values(), *card._limbo._at_once.values()]:
+            own(ghost.record.extents)
+        for key in KEYS:
+            record = card._overlay.record(key.encode())
+            if record is not None:
+                own(record.extents)
+        assert all((slots == 1).all() for slots in owned)
+
+    @invariant()
+    def what_is_shown_is_there_with_the_right_bytes(self) -> None:
+        for key in self.shown():
+            self.read_now(key)
+
+    @invariant()
+    def what_has_just_left_can_still_be_read(self) -> None:
+        """A hit that was given just before must not fail."""
+        for key, (_, left_ns) in list(self.left_ns.items()):
+            if self.driver.now_ns - left_ns < GRACE_MS * 1_000_000:
+                self.read_now(key)
+            else:
+                del self.left_ns[key]
+
+    def read_now(self, key: ObjectKey) -> None:
+        plan = self.driver.card.begin_get(key, self.driver.now_ns)
+        assert plan is not None
+        assert self.driver.read(plan) == self.contents[key][plan.generation]
+        self.driver.card.end_get(plan)
+
+
+TestCardMachine = CardMachine.TestCase
+TestCardMachine.settings = settings(
+    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,225 @@
+"""A database: slots come back as written in runs, short moves go on, and bad files are the user's error."""
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from xkv_store import database as module
+from xkv_store.database import Database, aligned, new_superblock, read_superblock
+from xkv_store.errors import CorruptObject, MediumError, UserError
+from xkv_store.geometry import DATA_OFFSET
+from xkv_store.layout import Superblock
+
+SLOT = 8_192
+UUID = b"card-uuid-16byte"
+
+
+def superblock(slots: int = 8, card_uuid: bytes = UUID) -> Superblock:
+    return new_superblock(
+        number=0, databases=1, slot_bytes=SLOT, slots=slots, card_uuid=card_uuid, database_uuid=b"d" * 16
+    )
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "db-0.xkv"
+    Database.make(path, superblock())
+    return path
+
+
+def buffers(count: int, seed: int = 0) -> list[memoryview]:
+    memory = aligned(count * SLOT)
+    for at in range(count):
+        memory[at * SLOT : (at + 1) * SLOT] = bytes([seed + at + 1]) * SLOT
+    return [memory[at * SLOT : (at + 1) * SLOT] for at in range(count)]
+
+
+def test_slots_come_back_as_written(path: Path) -> None:
+    database = Database.open(path)
+    written = buffers(5)
+    database.write(2, [*written[:4], written[4][:4096]])
+    read = buffers(5, seed=100)
+    database.read(2, [*read[:4], read[4][:4096]])
+    assert read[:4] == written[:4]
+    assert read[4][:4096] == written[4][:4096]
+    assert read[4][4096:] == buffers(1, seed=104)[0][4096:]
+    with path.open("rb") as file:
+        file.seek(DATA_OFFSET + 2 * SLOT)
+        assert file.read(SLOT) == written[0]
+    database.sync()
+    database.close()
+
+
+def test_the_file_is_private_and_allocated_in_full(path: Path) -> None:
+    status = path.stat()
+    assert status.st_mode & 0o777 == 0o600
+    assert status.st_size == DATA_OFFSET + 8 * SLOT
+    assert status.st_blocks * 512 >= status.st_size
+
+
+@pytest.mark.parametrize("step", [4096, 12_288, 5_000])
+def test_short_moves_go_on(path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """A signal or a full device may end a call early; the rest must neither be lost nor land elsewhere."""
+    database = Database.open(path)
+    if not database.direct:
+        step = 5_000
+
+    def short(call: module.Mover) -> module.Mover:
+        def moved(fd: int, views: Sequence[memoryview], offset: int) -> int:
+            first = memoryview(views[0])[:step] if database.direct is False else views[0][: step // 4096 * 4096]
+            return call(fd, [first], offset)
+
+        return moved
+
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev))
+    written = buffers(4)
+    database.write(1, written)
+    monkeypatch.undo()
+    read = buffers(4, seed=100)
+    monkeypatch.setattr(os, "preadv", short(os.preadv))
+    database.read(1, read)
+    assert read == written
+    database.close()
+
+
+def test_one_call_moves_neighbouring_slots_within_its_bounds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def counted(_: int, views: Sequence[memoryview], offset: int) -> int:
+        calls.append((offset, len(views)))
+        return sum(map(len, views))
+
+    database = Database.open(path)
+    monkeypatch.setattr(module, "IO_BYTES_MAX", 3 * SLOT)
+    monkeypatch.setattr(os, "pwritev", counted)
+    database.write(0, buffers(8))
+    assert calls == [(DATA_OFFSET + at * SLOT, count) for at, count in ((0, 3), (3, 3), (6, 2))]
+    calls.clear()
+    monkeypatch.setattr(module, "IOV_MAX", 2)
+    database.write(0, buffers(3))
+    assert [count for _, count in calls] == [2, 1]
+    database.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_failing_device_is_the_mediums_error(path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def failing(*_: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    database = Database.open(path)
+    monkeypatch.setattr(os, "pwritev", failing)
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(MediumError) as caught:
+        database.write(0, buffers(1))
+    assert caught.value.errno == number
+    with pytest.raises(MediumError) as caught:
+        database.read(0, buffers(1))
+    assert not isinstance(caught.value, CorruptObject)
+    database.close()
+
+
+def test_a_write_that_makes_no_progress_ends(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = Database.open(path)
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(MediumError):
+        database.write(0, buffers(1))
+    database.close()
+
+
+def test_reading_behind_the_end_is_a_corrupt_object(path: Path) -> None:
+    database = Database.open(path)
+    os.truncate(path, DATA_OFFSET + SLOT)
+    with pytest.raises(CorruptObject):
+        database.read(0, buffers(2))
+    database.close()
+
+
+def test_a_cut_file_is_made_whole_at_the_start(path: Path) -> None:
+    os.truncate(path, DATA_OFFSET + SLOT)
+    database = Database.open(path)
+    assert path.stat().st_size == DATA_OFFSET + 8 * SLOT
+    read = buffers(8)
+    database.read(0, read)
+    assert read[7] == bytes(SLOT)
+    database.close()
+
+
+def test_no_direct_io_is_a_stated_fallback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_open = os.open
+
+    def refusing(name: Path, flags: int, *rest: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no O_DIRECT here")
+        return real_open(name, flags, *rest)
+
+    monkeypatch.setattr(os, "open", refusing)
+    database = Database.open(path)
+    assert not database.direct
+    database.write(0, buffers(2))
+    read = buffers(2, seed=9)
+    database.read(0, read)
+    assert read == buffers(2)
+    database.close()
+
+
+def test_a_probe_that_reads_something_else_is_a_fallback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", lambda *_: 4096)
+    database = Database.open(path)
+    assert not database.direct
+    database.close()
+
+
+@pytest.mark.parametrize("offset", [0, 4096])
+def test_one_damaged_superblock_is_mended_from_the_other(path: Path, offset: int) -> None:
+    before = path.read_bytes()[:8192]
+    with path.open("r+b") as file:
+        file.seek(offset + 20)
+        file.write(b"damage")
+    Database.open(path).close()
+    assert path.read_bytes()[:8192] == before
+
+
+def test_two_damaged_superblocks_are_the_users_to_know(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(bytes(8192))
+    with pytest.raises(UserError, match="not a database"):
+        Database.open(path)
+
+
+def test_a_newer_format_says_what_to_do(path: Path) -> None:
+    with path.open("r+b") as file:
+        for offset in (0, 4096):
+            file.seek(offset + 8)
+            file.write(b"\x02")
+    with pytest.raises(UserError, match=r"format version 2.*use the release of xkv that made it"):
+        read_superblock(path)
+
+
+def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="missing: bring it back"):
+        read_superblock(tmp_path / "nothing")
+
+
+def test_somebody_elses_bytes_are_not_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "precious"
+    path.write_bytes(b"diary")
+    with pytest.raises(UserError, match="holds something already"):
+        Database.make(path, superblock())
+    assert path.read_bytes() == b"diary"
+    other = tmp_path / "other-card"
+    Database.make(other, superblock(card_uuid=b"o" * 16))
+    with pytest.raises(UserError, match="holds something already"):
+        Database.make(other, superblock())
+
+
+def test_no_space_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"no room .* give a smaller capacity"):
+        Database.make(tmp_path / "db", superblock())
+    assert list(tmp_path.iterdir()) == []

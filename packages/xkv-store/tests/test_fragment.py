@@ -1,0 +1,86 @@
+"""Fragments: pieces cover what was asked for, and a sealed slot proves itself and nothing else."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xkv_store.errors import CorruptObject
+from xkv_store.fragment import Identity, filled, pieces, prove, seal
+from xkv_store.geometry import HEADER_BYTES, Geometry
+from xkv_store.layout import Extent
+
+GEOMETRY = Geometry(8_192)
+IDENTITY = Identity(b"u" * 16, b"k" * 40, 7, 17_000, 3, 4)
+FRAGMENTS = GEOMETRY.fragments(IDENTITY.length)
+extent = st.builds(Extent, st.integers(0, 3), st.integers(0, 1000), st.integers(1, 9))
+extents = st.lists(extent, min_size=1, max_size=6)
+
+
+@given(extents, st.data())
+def test_pieces_are_exactly_the_fragments_asked_for(found: list[Extent], data: st.DataObject) -> None:
+    places = [(e.database, e.first + n) for e in found for n in range(e.slots)]
+    first = data.draw(st.integers(0, len(places) - 1))
+    count = data.draw(st.integers(1, len(places) - first))
+    covered = [
+        (fragment, (database, slot + n))
+        for database, slot, begin, slots in pieces(found, first, count)
+        for n, fragment in enumerate(range(begin, begin + slots))
+    ]
+    assert covered == list(enumerate(places))[first : first + count]
+
+
+def sealed(fragment: int, identity: Identity = IDENTITY) -> memoryview:
+    slot = memoryview(bytearray(b"\xee" * 8_192))
+    slot[HEADER_BYTES:] = bytes(range(256)) * 28
+    return seal(slot, identity, GEOMETRY, fragment)
+
+
+@pytest.mark.parametrize("fragment", range(FRAGMENTS))
+def test_a_sealed_slot_proves_itself(fragment: int) -> None:
+    slot = sealed(fragment)
+    assert len(slot) == GEOMETRY.slot_fill_bytes(IDENTITY.length, fragment)
+    prove(slot, IDENTITY, GEOMETRY, fragment)
+    end = HEADER_BYTES + GEOMETRY.payload_bytes(IDENTITY.length, fragment)
+    assert not any(slot[end:])
+
+
+@given(st.integers(0, FRAGMENTS - 1), st.data(), st.integers(1, 255))
+def test_any_changed_byte_is_noticed(fragment: int, data: st.DataObject, change: int) -> None:
+    slot = sealed(fragment)
+    end = HEADER_BYTES + GEOMETRY.payload_bytes(IDENTITY.length, fragment)
+    slot[data.draw(st.integers(0, end - 1))] ^= change
+    with pytest.raises(CorruptObject):
+        prove(slot, IDENTITY, GEOMETRY, fragment)
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        (Identity(b"v" * 16, b"k" * 40, 7, 17_000, 3, 4), "card uuid"),
+        (Identity(b"u" * 16, b"l" * 40, 7, 17_000, 3, 4), "key"),
+        (Identity(b"u" * 16, b"k" * 39, 7, 17_000, 3, 4), "key"),
+        (Identity(b"u" * 16, b"k" * 40, 8, 17_000, 3, 4), "generation"),
+        (Identity(b"u" * 16, b"k" * 40, 7, 17_001, 3, 4), "object length"),
+        (Identity(b"u" * 16, b"k" * 40, 7, 30_000, 3, 4), "fragment count"),
+    ],
+)
+def test_a_sound_slot_of_something_else_is_named(other: Identity, names: str) -> None:
+    with pytest.raises(CorruptObject, match=names):
+        prove(sealed(1, other), IDENTITY, GEOMETRY, 1)
+
+
+def test_another_fragment_of_the_same_object_is_refused() -> None:
+    with pytest.raises(CorruptObject, match="fragment index"):
+        prove(sealed(0), IDENTITY, GEOMETRY, 1)
+
+
+def test_a_slot_never_written_is_refused() -> None:
+    with pytest.raises(CorruptObject, match="magic"):
+        prove(memoryview(bytearray(8_192)), IDENTITY, GEOMETRY, 0)
+
+
+def test_only_the_last_slot_is_shorter() -> None:
+    slots = [memoryview(bytearray(8_192)) for _ in range(FRAGMENTS)]
+    sizes = [len(view) for view in filled(slots, IDENTITY.length, GEOMETRY, 0)]
+    assert sizes[:-1] == [8_192] * (FRAGMENTS - 1)
+    assert sizes[-1] == GEOMETRY.slot_fill_bytes(IDENTITY.length, FRAGMENTS - 1) < 8_192

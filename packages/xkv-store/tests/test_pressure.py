@@ -1,0 +1,46 @@
+"""The reserve: within its shares, as large as the stream asks for, and no larger for absurd demands."""
+
+from xkv_store.pressure import Pressure
+
+GRACE_NS = 1_000_000_000
+
+
+def test_a_quiet_card_keeps_the_least_reserve() -> None:
+    pressure = Pressure(6_400, GRACE_NS)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == 100
+    assert pressure.lacking_slots(free=60, on_their_way=40) == 0
+    assert pressure.lacking_slots(free=6_400, on_their_way=0) < 0
+
+
+def test_a_stream_needs_a_grace_times_puts_and_a_margin() -> None:
+    pressure = Pressure(6_400, GRACE_NS)
+    pressure.advance(GRACE_NS)
+    pressure.put(400)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == 500
+    pressure.put(4_000)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == 800
+
+
+def test_a_stream_that_ends_is_forgotten_after_two_periods() -> None:
+    pressure = Pressure(6_400, GRACE_NS)
+    pressure.advance(GRACE_NS)
+    pressure.put(400)
+    pressure.advance(2 * GRACE_NS)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == 500
+    pressure.advance(3 * GRACE_NS)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == 100
+
+
+def test_a_demand_lasts_until_it_is_met() -> None:
+    pressure = Pressure(64, GRACE_NS)
+    pressure.refused(10)
+    assert pressure.lacking_slots(free=3, on_their_way=2) == 5
+    assert pressure.lacking_slots(free=3, on_their_way=7) == 0
+    assert pressure.lacking_slots(free=10, on_their_way=0) < 0
+    assert pressure.lacking_slots(free=0, on_their_way=0) == 1
+
+
+def test_more_than_half_the_card_is_no_demand() -> None:
+    pressure = Pressure(64, GRACE_NS)
+    pressure.refused(33)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == 1
