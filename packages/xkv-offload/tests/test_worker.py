@@ -1,0 +1,369 @@
+"""One rank's jobs against a real gateway: bytes, waits, failures, deadlines; nothing escapes."""
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from xkv_offload.copy import HostMover
+from xkv_offload.failures import FailureLog, LoadFailedError, Plan
+from xkv_offload.layout import ObjectLayout, Page
+from xkv_offload.metrics import PROCESS_COUNTERS
+from xkv_offload.rank import RankContext
+from xkv_offload.transfer import XkvTransferSpec
+from xkv_offload.worker import XkvWorker
+from xkv_store.client import Attachment, Client
+from xkv_store.control import DenialReader
+from xkv_store.sockets import socket_for_port
+from xkv_store.testing.processes import PORT, GatewayProcess, running_gateway
+from xkv_store.wire import Role
+
+SLOT = 65_536
+BPC = 4
+PAGES = (40_000, 24_001)  # a sub-block of about one fragment that ends at no round place
+BLOCKS = 32
+POISON = 0xA5
+NAMESPACE = b"n" * 16
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Blocks:
+    """The part of vLLM's GPULoadStoreSpec that a worker reads."""
+
+    block_ids: Any
+    group_sizes: Sequence[int]
+    block_indices: Sequence[int]
+
+
+@dataclass
+class Result:
+    job_id: int
+    success: bool
+    transfer_size: int
+    transfer_time: float
+
+
+@contextmanager
+def worker_on(
+    folder: Path,
+    *,
+    engine: str = "e",
+    lone: bool = False,
+    channel: Any = "block_errors",
+    load_timeout_s: float = 10.0,
+    ring_slots: int = 64,
+    poisoned: bool = False,
+) -> Iterator[tuple[XkvWorker, list[Any]]]:
+    """A worker with tensors of random bytes (or poison) and its tensors."""
+    client = Client.attach(
+        Attachment(
+            socket=socket_for_port(folder / "sockets", PORT),
+            engine_id=engine,
+            role=Role.RANK,
+            rank=0,
+            world_size=1,
+            ring_bytes=ring_slots * SLOT,
+            load_reserve_bytes=ring_slots * SLOT // 4,
+            fragment_bytes=SLOT - 1024,
+            connect_timeout_ms=10_000,
+            heartbeat_timeout_ms=3_000,
+            embedded=None,
+        )
+    )
+    random = np.random.default_rng(7)
+    tensors = [
+        np.full((BLOCKS, size + 8), POISON, np.uint8)
+        if poisoned
+        else random.integers(0, 256, (BLOCKS, size + 8), dtype=np.uint8)
+        for size in PAGES
+    ]
+    worker = XkvWorker(
+        context=RankContext(
+            client=client,
+            rank=0,
+            object_rank=0,
+            writes=True,
+            blocks_per_chunk=BPC,
+            fragment_bytes=SLOT - 1024,
+            layouts=[ObjectLayout(BPC, tuple(Page(number, size) for number, size in enumerate(PAGES)))],
+            lone_last_block=[lone],
+            positions={0: 0},
+            mover=HostMover(tensors),
+            load_timeout_s=load_timeout_s,
+            failure_plan=Plan(channel, "no channel" if channel == "none" else ""),
+            failures=FailureLog(),
+        ),
+        transfer_result=Result,
+    )
+    try:
+        yield worker, tensors
+    finally:
+        worker.shutdown()
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[GatewayProcess]:
+    with running_gateway(tmp_path, slot_bytes=SLOT) as running:
+        yield running
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(8, "little") * 4 + bytes(4)
+
+
+def spec(keys: Sequence[int]) -> XkvTransferSpec:
+    count = len(keys)
+    return XkvTransferSpec(
+        namespace=NAMESPACE,
+        keys=tuple(map(key, keys)),
+        req_id="r",
+        family=1,
+        positions=tuple(range(count)),
+        replace=(False,) * count,
+    )
+
+
+def whole(first: int, chunks: int) -> Blocks:
+    return Blocks(np.arange(first, first + chunks * BPC, dtype=np.int32), [chunks * BPC], [0])
+
+
+def finish(worker: XkvWorker, job: int) -> Result:
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        for result in worker.get_finished():
+            assert result.job_id == job
+            assert isinstance(result, Result)
+            return result
+        time.sleep(0.002)
+    raise AssertionError(f"job {job} was not reported within {DEADLINE_S} s")
+
+
+def until_confirmed(objects: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while PROCESS_COUNTERS["confirmed_objects"] < objects:
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(autouse=True)
+def counters() -> Iterator[None]:
+    for name in PROCESS_COUNTERS:
+        PROCESS_COUNTERS[name] = 0
+    yield
+    assert PROCESS_COUNTERS["worker_errors"] == 0
+
+
+def store(worker: XkvWorker, keys: Sequence[int]) -> None:
+    assert worker.submit_store(0, whole(1, len(keys)), spec(keys))
+    assert finish(worker, 0).transfer_size == len(keys) * BPC * sum(PAGES)
+    until_confirmed(len(keys))
+
+
+def check(before: list[Any], after: list[Any], moved: dict[int, int]) -> None:
+    """Destination → source block; everything else is still poison, padding included."""
+    for source, target, size in zip(before, after, PAGES, strict=True):
+        expected = np.full_like(target, POISON)
+        for into, origin in moved.items():
+            expected[into, :size] = source[origin, :size]
+        assert (target == expected).all()
+
+
+def test_what_one_engine_stored_another_loads_byte_for_byte(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1, 2, 3])
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
+        assert second.submit_load(0, spec([1, 2, 3]), whole(10, 3))
+        assert finish(second, 0).transfer_size == 3 * BPC * sum(PAGES)
+        check(stored, loaded, {10 + i: 1 + i for i in range(12)})
+        assert second.context.failures.take() == set()
+
+
+def test_a_load_of_the_middle_touches_only_its_blocks(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1, 2])
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
+        second.submit_load(0, spec([1, 2]), Blocks([20, 21, 9], [3], [2]))
+        finish(second, 0)
+        check(stored, loaded, {20: 3, 21: 4, 9: 5})
+
+
+def test_a_load_larger_than_its_region_goes_in_turns(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1, 2, 3, 4, 5])
+    with worker_on(tmp_path, engine="b", poisoned=True, ring_slots=20) as (second, loaded):
+        second.submit_load(0, spec([1, 2, 3, 4, 5]), whole(5, 5))
+        finish(second, 0)
+        check(stored, loaded, {5 + i: 1 + i for i in range(20)})
+
+
+def test_a_chunk_larger_than_the_region_fails_softly(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1])
+    with worker_on(tmp_path, engine="b", poisoned=True, ring_slots=8) as (second, loaded):
+        second.submit_load(0, spec([1]), whole(5, 1))
+        assert finish(second, 0).success
+        assert second.context.failures.take() == {5, 6, 7, 8}
+        check(loaded, loaded, {})
+
+
+@pytest.mark.parametrize("bad", ["bits", "absent"])
+def test_a_failed_object_is_denied_reported_and_touches_nothing(
+    gateway: GatewayProcess, tmp_path: Path, bad: str
+) -> None:
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1, 2])
+    if bad == "bits":
+        card = tmp_path / "card" / "db-0.xkv"
+        content = bytearray(card.read_bytes())
+        at = content.find(stored[0][5, :64].tobytes())
+        content[at] ^= 1
+        with card.open("r+b") as file:
+            file.seek(at)
+            file.write(content[at : at + 1])
+    asked = [1, 2] if bad == "bits" else [1, 99]
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
+        reader = DenialReader(second.context.client.control)
+        second.submit_load(0, spec(asked), whole(10, 2))
+        result = finish(second, 0)
+        assert result.success
+        assert second.context.failures.take() == {14, 15, 16, 17}
+        check(stored, loaded, {10: 1, 11: 2, 12: 3, 13: 4})
+        denied = reader.poll().pairs
+        assert [tag for tag, _ in denied] == [second.context.object_key(NAMESPACE, key(asked[1])).tag]
+        assert PROCESS_COUNTERS["load_failures"] == 1
+
+
+def test_without_a_channel_a_failed_load_ends_the_engine_with_an_error_that_says_so(
+    gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    with worker_on(tmp_path, channel="none") as (worker, _):
+        worker.submit_load(0, spec([99]), whole(1, 1))
+        with pytest.raises(LoadFailedError, match="no channel"):
+            finish(worker, 0)
+
+
+def test_a_stopped_gateway_delays_neither_submit_nor_wait_and_its_late_answer_touches_nothing(
+    gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1])
+    with worker_on(tmp_path, engine="b", poisoned=True, load_timeout_s=0.3) as (worker, loaded):
+        gateway.signal(signal.SIGSTOP)
+        try:
+            started = time.monotonic()
+            worker.submit_load(1, spec([1]), whole(1, 1))
+            worker.submit_store(2, whole(9, 1), spec([7]))
+            worker.wait({2, 77})
+            assert time.monotonic() - started < 2.0
+            results = {result.job_id: result for result in worker.get_finished()}
+            assert results.keys() == {2}
+            assert finish(worker, 1).success
+            assert worker.context.failures.take() == {1, 2, 3, 4}
+        finally:
+            gateway.signal(signal.SIGCONT)
+        until_confirmed(1)
+        check(loaded, loaded, {})
+        region = worker.context.client.load_region
+        deadline = time.monotonic() + DEADLINE_S
+        while region.free < region.count:  # the late answer gives the slots back
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+
+def test_waiting_for_a_load_gives_it_up(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1])
+    with worker_on(tmp_path, engine="b", poisoned=True) as (worker, loaded):
+        gateway.hold("get.before_read")
+        worker.submit_load(0, spec([1]), whole(1, 1))
+        gateway.await_point("get.before_read")
+        worker.wait({0})
+        assert finish(worker, 0).success
+        gateway.let_go("get.before_read")
+        store(worker, [5])
+        check(loaded, loaded, {})
+
+
+def test_a_dead_gateway_costs_misses_and_nothing_else(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path) as (worker, _):
+        store(worker, [1])
+        gateway.kill()
+        worker.submit_store(1, whole(1, 2), spec([2, 3]))
+        worker.wait({1})
+        assert finish(worker, 1).success
+        many = 7
+        worker.submit_load(2, spec([1] * many), whole(1, many))
+        assert finish(worker, 2).success
+        assert worker.context.failures.take() == set(range(1, 1 + many * BPC))
+
+
+def test_hundreds_of_chunks_with_a_dead_gateway_do_not_nest(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path) as (worker, _):
+        gateway.kill()
+        deadline = time.monotonic() + DEADLINE_S
+        while worker.context.client.alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        keys = 2_000
+        blocks = Blocks([1 + number % 30 for number in range(keys * BPC)], [keys * BPC], [0])
+        worker.submit_load(0, spec([1] * keys), blocks)
+        assert finish(worker, 0).success
+
+
+def test_lone_last_blocks_and_whole_chunks_of_one_group_live_together(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a", lone=True) as (first, stored):
+        first.submit_store(0, Blocks([6], [1], [7]), spec([1]))
+        finish(first, 0)
+        first.submit_store(1, whole(8, 1), spec([2]))
+        finish(first, 1)
+        until_confirmed(2)
+    with worker_on(tmp_path, engine="b", lone=True, poisoned=True) as (second, loaded):
+        second.submit_load(0, spec([1]), Blocks([20], [1], [7]))
+        finish(second, 0)
+        second.submit_load(1, spec([2]), Blocks([21], [1], [3]))
+        finish(second, 1)
+        second.submit_load(2, spec([2]), Blocks([22, 23], [2], [2]))
+        finish(second, 2)
+        check(stored, loaded, {20: 6, 21: 11, 22: 10, 23: 11})
+        second.submit_load(3, spec([1]), Blocks([24, 25], [2], [2]))
+        finish(second, 3)
+        assert second.context.failures.take() == {24, 25}
+
+
+def test_a_job_that_contradicts_itself_is_survived(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path) as (worker, _):
+        worker.submit_store(0, Blocks([1, 2], [3], [0]), spec([1]))
+        assert finish(worker, 0).success
+        assert PROCESS_COUNTERS["partial_chunks"] == 1
+        worker.submit_load(1, spec([1, 2, 3]), Blocks([1], [1], [0]))
+        assert finish(worker, 1).success
+        assert worker.context.failures.take() == {1}
+        assert PROCESS_COUNTERS["worker_errors"] == 1
+        PROCESS_COUNTERS["worker_errors"] = 0
+
+
+def test_a_job_of_nothing_is_done_at_once(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path) as (worker, _):
+        worker.submit_store(0, Blocks([], [0], [0]), spec([]))
+        assert finish(worker, 0).success
+
+
+def test_a_full_store_region_sheds_and_heals(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, ring_slots=8) as (worker, _):
+        gateway.hold("put.before_write")
+        worker.submit_store(0, whole(1, 3), spec([1, 2, 3]))
+        assert finish(worker, 0).success
+        assert PROCESS_COUNTERS["shed_objects"] == 2
+        assert worker.context.client.control.store_bytes() == BPC * sum(PAGES)
+        gateway.let_go("put.before_write")
+        until_confirmed(1)
+        assert worker.context.client.control.store_bytes() == 0
+        worker.submit_store(1, whole(1, 1), spec([2]))
+        finish(worker, 1)
+        until_confirmed(2)
