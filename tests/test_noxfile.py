@@ -1,0 +1,120 @@
+"""What the sessions count and write: a run that is wrongly called a pass would let a broken release through.
+
+Owns: cases for the counting and recording parts of noxfile.py. Must not know: environments and engines.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import NoReturn
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+OUTCOMES = """
+import pytest
+
+@pytest.fixture
+def broken():
+    raise OSError
+
+def test_passes(): pass
+def test_fails(): assert False
+def test_cannot_start(broken): pass
+@pytest.mark.skip
+def test_is_skipped(): pass
+@pytest.mark.xfail
+def test_is_known_to_fail(): assert False
+"""
+
+
+class AbortedError(Exception):
+    """What the session below ends with."""
+
+
+class Session:
+    """As much of nox's session as the recording needs."""
+
+    def __init__(self) -> None:
+        self.posargs: list[str] = []
+
+    def error(self, text: str) -> NoReturn:
+        raise AbortedError(text)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[ModuleType]:
+    """The noxfile as a module, once: nox keeps the sessions that it registers."""
+    spec = importlib.util.spec_from_file_location("noxfile_under_test", ROOT / "noxfile.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def noxfile(loaded: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(loaded, "RESULTS", tmp_path / "results")
+    return loaded
+
+
+def _written(noxfile: ModuleType) -> dict[str, object]:
+    (file,) = noxfile.RESULTS.glob("*.json")
+    found: dict[str, object] = json.loads(file.read_text())
+    return found
+
+
+def test_each_outcome_of_pytest_is_counted_as_what_it_is(noxfile: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "test_outcomes.py").write_text(OUTCOMES)
+    junit = tmp_path / "junit.xml"
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={junit}", "-c", "/dev/null", str(tmp_path)]
+    subprocess.run(command, capture_output=True, check=False)
+    assert noxfile._counted(junit) == {"passed": 1, "failed": 2, "skipped": 1, "xfailed": 1}
+
+
+def test_a_session_that_counts_no_failure_has_passed(noxfile: ModuleType) -> None:
+    with noxfile.recorded(Session(), "stack", "1.2.3") as result:
+        result.add({"passed": 2})
+    assert (noxfile.RESULTS / "stack-1.2.3.json").is_file()
+    assert _written(noxfile)["outcome"] == "passed"
+
+
+@pytest.mark.parametrize("counts", [{}, {"passed": 0}, {"passed": 5, "failed": 1}])
+def test_a_session_that_ran_nothing_or_failed_anything_has_failed(noxfile: ModuleType, counts: dict[str, int]) -> None:
+    with pytest.raises(AbortedError), noxfile.recorded(Session(), "test") as result:
+        result.add(counts)
+    assert _written(noxfile)["outcome"] == "failed"
+
+
+def test_a_session_that_was_broken_off_leaves_a_failure_behind(noxfile: ModuleType) -> None:
+    def broken_off() -> None:
+        with noxfile.recorded(Session(), "test") as result:
+            result.add({"passed": 3})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        broken_off()
+    written = _written(noxfile)
+    assert (written["outcome"], written["counts"]) == ("failed", {"passed": 3, "failed": 1})
+
+
+def test_only_torch_loses_its_hashes(noxfile: ModuleType) -> None:
+    line = "    --hash=sha256:00"
+    kept = f"torchish==1.0 \\\n{line} \\\n{line}\ntqdm==2 \\\n{line}\n"
+    text = f"einops==1 \\\n{line}\ntorch==9.8.7 \\\n{line} \\\n{line}\n{kept}"
+    assert noxfile.without_torch_hashes(text) == f"einops==1 \\\n{line}\ntorch==9.8.7\n{kept}"
+
+
+def test_a_bare_run_holds_every_supported_release(noxfile: ModuleType) -> None:
+    assert noxfile.SUPPORTED
+    for target in noxfile.SUPPORTED:
+        assert {("contracts", target.release), ("stack", target.release)} <= set(noxfile.EXPECTED)
+        assert target.torch in (ROOT / "matrix" / target.requirements).read_text()
