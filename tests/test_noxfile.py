@@ -88,7 +88,7 @@ def test_a_session_that_counts_no_failure_has_passed(noxfile: ModuleType) -> Non
 
 
 @pytest.mark.parametrize("counts", [{}, {"passed": 0}, {"passed": 5, "failed": 1}])
-def test_a_session_that_ran_nothing_or_failed_anything_has_failed(noxfile: ModuleType, counts: dict[str, int]) -> None:
+def test_nothing_run_or_anything_failed_is_a_failure(noxfile: ModuleType, counts: dict[str, int]) -> None:
     with pytest.raises(AbortedError), noxfile.recorded(Session(), "test") as result:
         result.add(counts)
     assert _written(noxfile)["outcome"] == "failed"
