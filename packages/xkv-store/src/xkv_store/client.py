@@ -46,7 +46,17 @@ if TYPE_CHECKING:
     from .sockets import Packet
     from .table import TableReader
 
-__all__ = ["Attachment", "Client", "GetObject", "LoadedObject", "PutObject", "Role", "StoredObject"]
+__all__ = [
+    "Attachment",
+    "Client",
+    "GetObject",
+    "LoadStatus",
+    "LoadedObject",
+    "PutObject",
+    "Role",
+    "StoreStatus",
+    "StoredObject",
+]
 
 HELLO_MS_MAX: Final = 5_000
 """A gateway answers a Hello at once, or after at most 4 s where a dead session's I/O has to end first."""
