@@ -1,0 +1,270 @@
+"""A gateway on a medium that fails: what the client hears, and that the fault ends with its object."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+import pytest
+
+from xkv_store import gateway as gateway_module
+from xkv_store import io_pool, wire
+from xkv_store.card import Card, CardOptions
+from xkv_store.database import Database
+from xkv_store.errors import MediumError
+from xkv_store.gateway import Gateway, GatewayOptions
+from xkv_store.geometry import Geometry
+from xkv_store.key import ObjectKey
+from xkv_store.testing.peer import Peer
+from xkv_store.wire import LoadStatus, StoreStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+SLOT_BYTES = 16_384
+GEOMETRY = Geometry(SLOT_BYTES)
+CONTENT = b"content" * 5_000
+WAIT_S_MAX = 20.0
+
+
+def key_of(number: int) -> bytes:
+    return ObjectKey(b"f" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+
+
+class Bench:
+    """A gateway in a thread of this process, so that a test can break what is under it."""
+
+    def __init__(self, folder: Path, io_threads: int) -> None:
+        self.options = GatewayOptions(
+            socket=folder / "sockets" / "g.sock",
+            card=CardOptions(
+                folder=folder / "card", capacity_bytes=8 << 20, databases=1, slot_bytes=SLOT_BYTES, grace_ms=0
+            ),
+            io_threads=io_threads,
+        )
+        self.gateway = Gateway(self.options)
+        self.gateway.open()
+        self.thread = threading.Thread(target=self.gateway.run)
+        self.thread.start()
+
+    def peer(self, engine: str = "engine") -> Peer:
+        peer = Peer(self.options.socket, geometry=GEOMETRY)
+        peer.attach(engine=engine)
+        return peer
+
+    def end(self) -> None:
+        self.gateway.stop()
+        self.thread.join(WAIT_S_MAX)
+        assert not self.thread.is_alive()
+        self.gateway.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[int], Bench]]:
+    with ExitStack() as stack:
+
+        def make(io_threads: int) -> Bench:
+            bench = Bench(tmp_path, io_threads)
+            stack.callback(bench.end)
+            return bench
+
+        yield make
+
+
+@pytest.fixture
+def peer(start: Callable[[int], Bench]) -> Iterator[Peer]:
+    attached = start(2).peer()
+    yield attached
+    attached.close()
+
+
+def fails(error: int) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise MediumError(error, "the test's medium")
+
+    return fail
+
+
+def test_a_failed_write_is_a_failed_store_and_a_miss(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken:
+        broken.setattr(Database, "write", fails(errno.EIO))
+        assert peer.put(CONTENT, key_of(1)) is StoreStatus.FAILED
+    assert peer.get(len(CONTENT), key_of(1))[0] is LoadStatus.MISS
+    assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+    assert peer.get(len(CONTENT), key_of(1)) == (LoadStatus.OK, CONTENT)
+
+
+def test_a_failed_commit_is_a_failed_store_and_heals(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ENOSPC once must not be ENOSPC for ever."""
+    monkeypatch.setattr(gateway_module, "COMMIT_RETRY_NS", 10_000_000)
+    with monkeypatch.context() as broken:
+        broken.setattr(Card, "commit_batch", fails(errno.ENOSPC))
+        assert peer.put(CONTENT, key_of(1)) is StoreStatus.FAILED
+    assert peer.get(len(CONTENT), key_of(1))[0] is LoadStatus.MISS
+    assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+
+
+@pytest.mark.parametrize(("error", "next_status"), [(errno.EIO, LoadStatus.MISS), (errno.ENOMEM, LoadStatus.OK)])
+def test_an_unreadable_object_leaves_the_card_and_a_passing_fault_does_not(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, error: int, next_status: LoadStatus
+) -> None:
+    """Hit, fail, hit, fail for ever: one failure by the object's own sectors makes it a miss."""
+    assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+    with monkeypatch.context() as broken:
+        broken.setattr(Database, "read", fails(error))
+        assert peer.get(len(CONTENT), key_of(1))[0] is LoadStatus.FAILED
+    assert peer.get(len(CONTENT), key_of(1))[0] is next_status
+
+
+def test_a_corrupt_object_is_said_once_with_its_generation(peer: Peer, tmp_path: Path) -> None:
+    """The client needs the generation to deny what the lookup table may still show."""
+    assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+    (database,) = (tmp_path / "card").glob("db-*.xkv")
+    data = database.read_bytes()
+    at = data.index(CONTENT[:4_000], 1 << 20)
+    with database.open("r+b") as file:
+        file.seek(at + 100)
+        file.write(b"X")
+    peer.begin_get(len(CONTENT), key_of(1))
+    (loaded,) = peer.receive(wire.Loaded).objects
+    assert loaded.status is LoadStatus.CORRUPT
+    assert loaded.generation > 0
+    assert peer.get(len(CONTENT), key_of(1))[0] is LoadStatus.MISS
+
+
+def test_an_error_of_ours_costs_one_object_and_is_counted(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Card, "write", bug)
+        assert peer.put(CONTENT, key_of(1)) is StoreStatus.FAILED
+    assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+
+
+class Valve:
+    """Holds the pool's threads inside the medium."""
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.entered = threading.Semaphore(0)
+
+    def __call__(self, *_: object) -> None:
+        self.entered.release()
+        assert self.open.wait(WAIT_S_MAX)
+
+
+def test_full_lanes_answer_shed_and_busy_at_once(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_pool, "JOBS_PER_LANE_MAX", 1)
+    bench = start(2)
+    peer = bench.peer()
+    assert peer.put(CONTENT, key_of(9)) is StoreStatus.CONFIRMED
+    valve = Valve()
+    fragments = GEOMETRY.fragments(len(CONTENT))
+    with monkeypatch.context() as slow:
+        slow.setattr(Card, "write", valve)
+        slow.setattr(Card, "read", valve)
+        peer.begin_put(CONTENT, key_of(1))
+        peer.begin_get(len(CONTENT), key_of(9))
+        assert valve.entered.acquire(timeout=WAIT_S_MAX)
+        assert valve.entered.acquire(timeout=WAIT_S_MAX)
+        peer.begin_put(CONTENT, key_of(2), first_slot=fragments)
+        begun = peer.begin_put(CONTENT, key_of(3), first_slot=2 * fragments)
+        assert peer.receive(wire.Stored) == wire.Stored(begun, (wire.StoredObject(0, StoreStatus.SHED),))
+        peer.begin_get(len(CONTENT), key_of(9), first_slot=fragments)
+        begun = peer.begin_get(len(CONTENT), key_of(9), first_slot=2 * fragments)
+        assert peer.receive(wire.Loaded) == wire.Loaded(begun, (wire.LoadedObject(0, LoadStatus.BUSY, 0, 0),))
+        valve.open.set()
+        settle(peer, 4)
+    peer.close()
+
+
+def settle(peer: Peer, objects: int) -> None:
+    """Take so many answers."""
+    while objects > 0:
+        message = peer.next()
+        assert isinstance(message, wire.Stored | wire.Loaded)
+        objects -= len(message.objects)
+
+
+def test_cancel_answers_what_has_not_begun_at_once(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = start(1)
+    peer = bench.peer()
+    for number in (1, 2):
+        assert peer.put(CONTENT, key_of(number)) is StoreStatus.CONFIRMED
+    valve = Valve()
+    first = peer.welcome.load_region.first
+    count = GEOMETRY.fragments(len(CONTENT))
+    with monkeypatch.context() as slow:
+        slow.setattr(Card, "read", valve)
+        slots = [tuple(range(first + one * count, first + (one + 1) * count)) for one in range(2)]
+        peer.send(wire.Get(50, tuple(wire.GetObject(key_of(n + 1), slots[n], 0) for n in range(2))))
+        assert valve.entered.acquire(timeout=WAIT_S_MAX)
+        peer.send(wire.Cancel(50))
+        (waiting,) = peer.receive(wire.Loaded).objects
+        assert (waiting.index, waiting.status) == (1, LoadStatus.CANCELLED)
+        with pytest.raises(TimeoutError):
+            peer.next(0.2)  # the other one's slots are being written to: they are not the client's yet
+        valve.open.set()
+        (begun,) = peer.receive(wire.Loaded).objects
+        assert (begun.index, begun.status) == (0, LoadStatus.CANCELLED)
+    peer.close()
+
+
+def test_the_end_of_a_session_frees_what_waits_and_harms_nobody(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = start(1)
+    dying, living = bench.peer("dying"), bench.peer("living")
+    valve = Valve()
+    count = GEOMETRY.fragments(len(CONTENT))
+    real = Card.write
+
+    def write(card: Card, plan: object, slots: Sequence[memoryview]) -> None:
+        valve()
+        real(card, plan, slots)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as slow:
+        slow.setattr(Card, "write", write)
+        for number in range(5):
+            dying.begin_put(CONTENT, key_of(number), first_slot=count * number)
+        assert valve.entered.acquire(timeout=WAIT_S_MAX)
+        dying.close()
+        number_of_put = living.begin_put(CONTENT, key_of(100))
+        time.sleep(0.2)
+        valve.open.set()
+        answer = living.receive(wire.Stored, 1.0)
+        assert answer == wire.Stored(number_of_put, (wire.StoredObject(0, StoreStatus.CONFIRMED),))
+    statuses = [living.get(len(CONTENT), key_of(number))[0] for number in range(5)]
+    assert statuses == [LoadStatus.OK, *[LoadStatus.MISS] * 4], "only the one that had begun was finished"
+    living.close()
+
+
+def test_drain_is_bounded_by_withdrawing_what_has_not_begun(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_module, "DRAIN_S_MAX", 0.2)
+    bench = start(1)
+    peer = bench.peer()
+    valve = Valve()
+    count = GEOMETRY.fragments(len(CONTENT))
+    with monkeypatch.context() as slow:
+        slow.setattr(Card, "write", valve)
+        for number in range(3):
+            peer.begin_put(CONTENT, key_of(number), first_slot=count * number)
+        assert valve.entered.acquire(timeout=WAIT_S_MAX)
+        bench.gateway.stop()
+        answers = [peer.receive(wire.Stored) for _ in range(2)]
+        assert {one.status for answer in answers for one in answer.objects} == {StoreStatus.FAILED}
+        valve.open.set()
+        bench.thread.join(WAIT_S_MAX)
+        assert not bench.thread.is_alive()
+    peer.close()
