@@ -12,6 +12,8 @@ from typing import Any
 
 from xkv_compat.vllm_symbols import ConfigView, LayerFacts
 from xkv_store.errors import UserError
+from xkv_store.geometry import Geometry
+from xkv_store.wire import SLOTS_PER_OBJECT_MAX
 
 from .config import Config
 from .identity import Descriptor, canonical
@@ -90,6 +92,27 @@ def layouts(view: ConfigView, kv_caches: Any) -> tuple[ObjectLayout, ...]:
         [Page(int(ref.tensor_idx), int(ref.page_size_bytes)) for ref in refs] for refs in kv_caches.group_data_refs
     ]
     return group_layouts(blocks_per_chunk=view.blocks_per_chunk, pages=pages)
+
+
+def check_room(
+    *, chunk_bytes: Sequence[int], config: Config, world_size: int, load_slots: int, store_slots: int
+) -> None:
+    """Raise UserError if a chunk is larger than a rank's regions of the ring: it could never be moved."""
+    geometry = Geometry.of_fragment_bytes(config.fragment_bytes)
+    largest = max(chunk_bytes, default=0)
+    slots = geometry.fragments(largest) if largest else 0
+    if slots > SLOTS_PER_OBJECT_MAX:
+        raise UserError(
+            f"a chunk has {largest:,} bytes on each rank, {slots:,} fragments; at most {SLOTS_PER_OBJECT_MAX:,} are "
+            "possible: give a smaller blocks_per_chunk"
+        )
+    if slots > min(load_slots, store_slots):
+        needed = slots * geometry.slot_bytes * world_size
+        raise UserError(
+            f"a chunk has {largest:,} bytes on each rank, {slots:,} slots, and a rank has {store_slots:,} for puts and "
+            f"{load_slots:,} for loads: give a smaller blocks_per_chunk, or xkv.ring_bytes of at least {needed * 4:,} "
+            f"(with the default xkv.load_reserve_bytes)"
+        )
 
 
 def describe(

@@ -22,6 +22,8 @@ from xkv_compat.vllm_symbols import (
     vllm_version_text,
 )
 from xkv_store.client import Client
+from xkv_store.geometry import HEADER_BYTES
+from xkv_store.ring import regions
 
 from . import description, failures, identity
 from .attachment import SchedulerCard, attachment
@@ -150,6 +152,19 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             kv_role=kv_role(vllm_config),
         )
         layouts = description.layouts(view, kv_caches)
+        region = regions(
+            ring_bytes=config.ring_bytes,
+            slot_bytes=config.fragment_bytes + HEADER_BYTES,
+            world_size=view.world_size,
+            load_reserve_bytes=config.load_reserve_bytes,
+        )[view.rank]
+        description.check_room(
+            chunk_bytes=[layout.chunk_bytes for layout in layouts],
+            config=config,
+            world_size=view.world_size,
+            load_slots=region.load_slots,
+            store_slots=region.store_slots,
+        )
         mover = make_mover(
             tensors=[tensor.tensor for tensor in kv_caches.tensors],
             staging_bytes=config.staging_bytes,
