@@ -48,6 +48,23 @@ assert found.TransferResult.__module__ == "vllm.v1.kv_offload.worker.worker"
     _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
 
 
+def test_an_enum_under_another_name_is_not_taken_for_bools(
+    make_tree: Make, full_files: dict[str, str], run_live: Run
+) -> None:
+    """Bools given to a release that wants an enum are no error there: nothing would ever hit."""
+    base = full_files["v1/kv_offload/base.py"].replace("LookupResult", "LookupAnswer")
+    code = """
+from xkv_compat import UnsupportedVLLM, vllm_symbols
+try:
+    vllm_symbols.framework()
+except UnsupportedVLLM as error:
+    assert error.missing == ("LookupResult: not in vllm.v1.kv_offload.base",)
+else:
+    raise AssertionError
+"""
+    _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
+
+
 def test_everything_missing_is_listed_at_once(make_tree: Make, run_live: Run) -> None:
     code = """
 from xkv_compat import UnsupportedVLLM, vllm_symbols

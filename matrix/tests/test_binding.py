@@ -47,7 +47,7 @@ def test_everything_fits(judge: Judge) -> None:
         ),
         ("manager.py", "lookup(self, key, req_context)", "lookup(self, key, *, req_context)", "manager.lookup: called"),
         ("manager.py", "lookup(self, key, req_context)", "lookup(self, key, a, b)", "manager.lookup: called"),
-        ("manager.py", "lookup", "look_up", "manager.lookup: abstract in this release, and not ours"),
+        ("manager.py", "lookup", "look_up", "manager.lookup: call, abstract in this release, and not ours"),
         ("manager.py", "def lookup(self, key, req_context): ...", "lookup = 1", "manager.lookup: called, but it is no"),
         (
             "manager.py",
@@ -61,7 +61,7 @@ def test_everything_fits(judge: Judge) -> None:
             "",
             "worker.submit_load: called with (job_id, source, target, expedited=True)",
         ),
-        ("worker.py", "XkvWorker(Half)", "XkvWorker", "worker.get_finished: abstract in this release"),
+        ("worker.py", "XkvWorker(Half)", "XkvWorker", "worker.get_finished: call, abstract in this release"),
         ("spec.py", "*args, **kwargs", "vllm_config, kv_cache_config", "spec.__init__: called with (config)"),
     ],
 )
@@ -91,6 +91,25 @@ def test_a_release_that_moves_on(judge: Judge, call: str, said: str) -> None:
     (finding,) = judge(change)
     assert finding.text.startswith(said)
     assert "scheduler:OffloadingConnectorScheduler.newer:" in finding.where
+
+
+def test_an_abstract_method_that_nobody_calls(judge: Judge) -> None:
+    """A class of ours that lacks one cannot be made at all."""
+
+    def change(release: dict[str, str], _: dict[str, str]) -> None:
+        release["v1/kv_offload/base.py"] += "\n    @abstractmethod\n    def newest(self): ...\n"
+
+    assert [str(finding) for finding in judge(change)] == [
+        "binding: XkvOffloadingSpec.newest: spec.newest: abstract in this release, and not ours"
+    ]
+
+
+def test_a_base_module_that_moved_is_not_silence(judge: Judge) -> None:
+    def change(release: dict[str, str], _: dict[str, str]) -> None:
+        release["v1/elsewhere/base.py"] = release.pop("v1/kv_offload/base.py")
+
+    texts = [finding.text for finding in judge(change)]
+    assert [text.partition(".*")[0] for text in texts] == ["spec", "manager", "worker", "load_store_spec"]
 
 
 def test_a_spec_that_is_made_from_something_else(judge: Judge) -> None:

@@ -36,6 +36,7 @@ OUR_CLASSES: Mapping[str, str] = {
 # What a release may make a spec from: ours takes anything, and reads these two shapes.
 MADE_FROM = (("config",), ("vllm_config", "kv_cache_config"))
 _CHECK = "binding"
+_ABSTRACT = "abstract in this release, and not ours"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Member = ast.stmt | syntax.Import
 
@@ -94,10 +95,15 @@ def bind(uses: Uses, reader: SourceReader, ours: OurClasses) -> list[Finding]:
         for use in uses.found
         if (text := sides[use.role].misfit(use)) is not None
     ]
+    used = {(use.role, use.name) for use in uses.found}
     for role in ours.names:
+        if not sides[role].is_declared:
+            text = f"{role}.*: the release declares no such class, so that its uses cannot be found"
+            findings.append(Finding(_CHECK, ours.names[role], text))
         findings += [
-            Finding(_CHECK, f"{ours.names[role]}.{name}", f"{role}.{name}: abstract in this release, and not ours")
+            Finding(_CHECK, f"{ours.names[role]}.{name}", f"{role}.{name}: {_ABSTRACT}")
             for name in sides[role].unfilled()
+            if (role, name) not in used
         ]
     return findings
 
@@ -114,6 +120,11 @@ class _Side:
                 self._theirs = [node for _, node in found]
                 break
 
+    @property
+    def is_declared(self) -> bool:
+        """Whether the release has a class for the role."""
+        return bool(self._theirs)
+
     def misfit(self, use: Use) -> str | None:
         """Why a use does not fit, or None."""
         if use.kind in {"ask", "write"}:
@@ -121,6 +132,8 @@ class _Side:
         found = self._find(use.name)
         if found is None:
             return f"{use.kind} of something that neither our class nor the release's has"
+        if found.bound is not None and not found.ours and syntax.is_abstract(found.bound):
+            return f"{use.kind}, {_ABSTRACT}"
         return None if use.kind == "read" else self._misbound(found.bound, use)
 
     def _misbound(self, bound: _Member | None, use: Use) -> str | None:

@@ -485,6 +485,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         "OffloadingSpec.get_worker",
         (_member(_BASE, "OffloadingSpec", "get_worker"), _member(_BASE, "OffloadingSpec", "get_handlers")),
     ),
+    # Bools for lookups came with handlers; where there are none, an enum under another name would never hit.
+    Requirement("LookupResult", (_symbol(_BASE, "LookupResult"), _member(_BASE, "OffloadingSpec", "get_handlers"))),
     Requirement(
         "OffloadPolicy's default",
         (

@@ -120,17 +120,20 @@ def framework() -> Framework:
     Raises UnsupportedVLLM that lists everything missing at once; BrokenVLLM where a module fails to
     import.
     """
-    found = {name: _first(places) for name, places in _PLACES.items()}
+    places = _PLACES | _OPTIONAL_PLACES
+    found = {name: _first(tried) for name, tried in places.items()}
+    needed = set(_PLACES)
+    if found["LookupResult"] is None and found["OffloadingWorker"] is None:
+        found["LookupResult"] = BoolLookupResult  # bools for lookups came with handlers
+    else:
+        needed.add("LookupResult")
     missing = tuple(
-        f"{name}: not in " + ", nor in ".join(module for module, _ in _PLACES[name])
+        f"{name}: not in " + ", nor in ".join(module for module, _ in places[name])
         for name, value in found.items()
-        if value is None
+        if name in needed and value is None
     )
     if missing:
         raise UnsupportedVLLM(missing, installed_version())
-    found.update({name: _first(places) for name, places in _OPTIONAL_PLACES.items()})
-    if found["LookupResult"] is None:
-        found["LookupResult"] = BoolLookupResult
     return Framework(**found)
 
 
