@@ -30,9 +30,8 @@ def whole(release: dict[str, str]) -> dict[str, str]:
                      "OffloadingHistogramMetadata", "CanonicalKVCaches", "get_offload_block_hash",
                      "get_offload_group_idx")
     )  # fmt: skip
-    release[_BASE] += (
-        "\n\nfrom enum import Enum\n\nclass OffloadPolicy(Enum):\n    BLOCK_LEVEL = 1\n\nclass LookupResult(Enum):\n    HIT = 1\n"
-    )
+    release[_BASE] += "\n\nfrom enum import Enum\n"
+    release[_BASE] += "\nclass OffloadPolicy(Enum):\n    BLOCK_LEVEL = 1\n\nclass LookupResult(Enum):\n    HIT = 1\n"
     connector = "distributed/kv_transfer/kv_connector/v1"
     release[f"{connector}/offloading_connector.py"] = "class OffloadingConnector: ...\n"
     release[f"{connector}/offloading/metrics.py"] += "\nclass OffloadingConnectorStats: ...\n"
