@@ -110,21 +110,29 @@ class Loads:
             if self._feeding:
                 return
             self._feeding = True
-        while True:
-            fetch = self._next()
-            if fetch is None:
-                return
-            wanted = GetObject(key=fetch.key, slots=fetch.slots, first_fragment=self._fragments(fetch).start)
-            number = self._context.client.get([wanted], partial(self._answered, fetch))
+        while batch := self._next_batch():
+            wanted = [
+                GetObject(key=fetch.key, slots=fetch.slots, first_fragment=self._fragments(fetch).start)
+                for fetch in batch
+            ]
+            try:
+                number = self._context.client.get(wanted, partial(self._answered_of, batch))
+            except Exception:
+                with self._lock:
+                    self._feeding = False
+                    for fetch in batch:
+                        self._fail(fetch)
+                raise
             with self._lock:
-                if not fetch.settled:
-                    fetch.job.gets.add(number)
-                elif fetch.job.cancelled:
+                job = batch[0].job
+                job.gets.add(number)
+                if job.cancelled:
                     self._context.client.cancel(number)
 
-    def _next(self) -> _Fetch | None:
-        """The next fetch, with its slots; None, and nobody feeds, if there is none or no room for it."""
+    def _next_batch(self) -> list[_Fetch]:
+        """The next fetches of one job, with their slots; none, and nobody feeds, if there is no room for one."""
         region = self._context.client.load_region
+        batch: list[_Fetch] = []
         with self._lock:
             while self._waiting:
                 fetch = self._waiting[0]
@@ -134,14 +142,20 @@ class Loads:
                 if fetch.settled:
                     self._waiting.popleft()
                     continue
+                if batch and fetch.job is not batch[0].job:
+                    break
                 slots = region.take(needed)
                 if slots is None:
                     break
                 self._waiting.popleft()
                 fetch.slots = slots
-                return fetch
-            self._feeding = False
-            return None
+                batch.append(fetch)
+            self._feeding = bool(batch)
+            return batch
+
+    def _answered_of(self, batch: Sequence[_Fetch], answer: LoadedObject) -> None:
+        """On the client's thread: an answer to one of a get's objects."""
+        self._answered(batch[answer.index], answer)
 
     def _answered(self, fetch: _Fetch, answer: LoadedObject) -> None:
         """On the client's thread: the slots hold the verified bytes, or are free again."""

@@ -79,8 +79,9 @@ class XkvWorker:
         Raises LoadFailedError where a load failed and this vLLM has no way to hear of it: the engine ends rather
         than serve wrong pages.
         """
+        now = time.monotonic()
+        self._guarded(lambda: self._loads.expire(self._jobs.values(), now))
         with self._lock:
-            self._loads.expire(self._jobs.values(), time.monotonic())
             ended = [job for job in self._jobs.values() if job.done.is_set()]
             for job in ended:
                 del self._jobs[job.job_id]
@@ -97,7 +98,7 @@ class XkvWorker:
         """
         with self._lock:
             jobs = [job for job in (self._jobs.get(number) for number in set(job_ids)) if job is not None]
-            self._loads.give_up(job for job in jobs if not job.is_store)
+        self._guarded(lambda: self._loads.give_up(job for job in jobs if not job.is_store))
         self._queue.hurry({job.job_id for job in jobs})
         end = time.monotonic() + WAIT_SECONDS_MAX
         for job in jobs:
@@ -158,11 +159,24 @@ class XkvWorker:
                 job.done.set()
 
     def _survive(self, job_id: int, where: str, *, is_store: bool, blocks: Iterable[int]) -> None:
-        """Keep an error of ours from vLLM: the job is over, and a load has failed."""
+        """Keep an error of ours from vLLM: the job is over, and a load has failed; nothing of it moves any more."""
         count("worker_errors")
         logger.exception("%s of job %d failed", where, job_id)  # noqa: LOG004 - called in handlers only
+        with self._lock:
+            begun = self._jobs.get(job_id)
+        if begun is not None:
+            self.wait({job_id})
         job = self._begin(job_id, is_store=is_store, objects=0)
         job.failed_blocks += blocks
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Run `work` with the lock held; an error of ours is counted, not raised into vLLM."""
+        try:
+            with self._lock:
+                work()
+        except Exception:
+            count("worker_errors")
+            logger.exception("Giving up loads failed")
 
     def _report_failure(self, job: Job) -> None:
         plan = self._context.failure_plan
