@@ -1,5 +1,7 @@
 """Identity: whatever makes bytes valid changes the namespace; what does not, does not."""
 
+from typing import Any
+
 import pytest
 
 from xkv_offload.identity import Descriptor, adopt, after_reset
@@ -23,7 +25,7 @@ def test_equal_engines_share_a_namespace_whatever_their_id() -> None:
 
 
 @pytest.mark.parametrize("other", [{"model": "n"}, {"pages": [2, 1]}, {"new": 1}])
-def test_any_other_fact_is_another_namespace(other: dict[str, object]) -> None:
+def test_any_other_fact_is_another_namespace(other: dict[str, Any]) -> None:
     assert namespace(descriptor(**other)) != namespace(descriptor())
 
 

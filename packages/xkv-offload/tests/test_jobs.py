@@ -21,6 +21,10 @@ def drain(queue: CopyQueue) -> list[str]:
 order: list[str] = []
 
 
+def nothing() -> None:
+    """A copy of no bytes."""
+
+
 def push(queue: CopyQueue, priority: Priority, job: int, name: str) -> None:
     assert queue.push(priority, job, lambda: order.append(name))
 
@@ -47,15 +51,15 @@ def test_a_full_or_closed_queue_says_no(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(jobs, "COPY_QUEUE_MAX", 1)
     queue = CopyQueue()
     push(queue, Priority.STORE, 1, "a")
-    assert not queue.push(Priority.LOAD, 2, list)
+    assert not queue.push(Priority.LOAD, 2, nothing)
     assert drain(queue) == ["a"]
-    assert not queue.push(Priority.LOAD, 2, list)
+    assert not queue.push(Priority.LOAD, 2, nothing)
 
 
 def test_a_waiting_thread_hears_of_work_and_of_the_end() -> None:
     queue = CopyQueue()
     seen: list[object] = []
-    thread = threading.Thread(target=lambda: [seen.append(queue.pop()) for _ in range(2)])
+    thread = threading.Thread(target=lambda: seen.extend(queue.pop() for _ in range(2)))
     thread.start()
     push(queue, Priority.STORE, 1, "x")
     queue.close()

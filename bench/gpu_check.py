@@ -1,0 +1,175 @@
+"""The CUDA path against the host path, on one GPU: every byte, with poisoned outputs; then jobs through a gateway.
+
+Owns: a check that needs a GPU (CI has none) and first figures. Prints one JSON line last.
+Must not know: vLLM.
+
+    python bench/gpu_check.py
+"""
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from xkv_offload.copy import HostMover, Move, make_mover
+from xkv_offload.failures import FailureLog, Plan
+from xkv_offload.layout import ObjectLayout, Page, fragment_range
+from xkv_offload.mapping import ChunkPart
+from xkv_offload.metrics import PROCESS_COUNTERS
+from xkv_offload.rank import RankContext
+from xkv_offload.transfer import XkvTransferSpec
+from xkv_offload.worker import XkvWorker
+from xkv_store.client import Attachment, Client
+from xkv_store.geometry import FRAGMENT_BYTES, HEADER_BYTES, SLOT_BYTES
+from xkv_store.sockets import socket_for_port
+from xkv_store.testing.processes import PORT, running_gateway
+from xkv_store.wire import Role
+
+POISON = -91
+BLOCKS = 256
+DEADLINE_S = 60.0
+CASES = {
+    "llama 8B, 16 tokens a block": ([2 * 16 * 8 * 128 * 2] * 32, 0, 16),
+    "mla, odd pages": ([64 * 576 * 2] * 27, 0, 4),
+    "padded rows": ([40_001, 7, 65_536], 512, 3),
+    "one packed tensor": ([1_000_003], 0, 2),
+}
+
+
+def tensors_of(sizes: list[int], padding: int, *, poisoned: bool, seed: int = 0) -> list[torch.Tensor]:
+    """int8 rows of random bytes, or of poison, on the GPU."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    made = []
+    for size in sizes:
+        shape = (BLOCKS, size + padding)
+        if poisoned:
+            made.append(torch.full(shape, POISON, dtype=torch.int8, device="cuda"))
+        else:
+            made.append(torch.randint(-128, 127, shape, dtype=torch.int8, device="cuda", generator=generator))
+    return made
+
+
+def check_mover(sizes: list[int], padding: int, bpc: int) -> None:
+    """Gather must equal the host path's slots; scatter must change the asked rows' pages alone."""
+    layout = ObjectLayout(bpc, tuple(Page(number, size) for number, size in enumerate(sizes)))
+    source = tensors_of(sizes, padding, poisoned=False)
+    host = [tensor.cpu().numpy().view(np.uint8) for tensor in source]
+    blocks = tuple(np.random.default_rng(1).permutation(BLOCKS)[:bpc].tolist())
+    count = len(fragment_range(first_byte=0, length=layout.chunk_bytes, fragment_bytes=FRAGMENT_BYTES))
+    slots = [np.full((count, SLOT_BYTES), 0xA5, np.uint8) for _ in range(2)]
+    mover = make_mover(tensors=source, staging_bytes=1 << 28, layouts=[layout])
+    part = ChunkPart(0, 0, 0, blocks)
+    mover.after(mover.ready_mark())
+    mover.gather(Move(part, layout, list(slots[0]), 0, 0))
+    HostMover(host).gather(Move(part, layout, list(slots[1]), 0, 0))
+    assert (slots[0] == slots[1]).all(), "gather differs from the host path"
+    target = tensors_of(sizes, padding, poisoned=True)
+    expected = [tensor.cpu().numpy().view(np.uint8).copy() for tensor in target]
+    into = make_mover(tensors=target, staging_bytes=1 << 28, layouts=[layout])
+    first = bpc // 2
+    tail = ChunkPart(0, 0, first, tuple(range(3, 3 + bpc - first)))
+    needed = fragment_range(
+        first_byte=first * layout.block_bytes,
+        length=(bpc - first) * layout.block_bytes,
+        fragment_bytes=FRAGMENT_BYTES,
+    )
+    move = Move(tail, layout, list(slots[0][needed.start : needed.stop]), needed.start, 0)
+    into.scatter(move)
+    HostMover(expected).scatter(move)
+    for got, wanted in zip(target, expected, strict=True):
+        assert (got.cpu().numpy().view(np.uint8) == wanted).all(), "scatter differs from the host path"
+
+
+def check_jobs(folder: Path) -> dict[str, float]:
+    """Store 64 chunks of the 8B shape through a gateway and load them into poisoned tensors."""
+    sizes, padding, bpc = CASES["llama 8B, 16 tokens a block"]
+    chunks = BLOCKS // bpc - 1
+    layout = ObjectLayout(bpc, tuple(Page(number, size) for number, size in enumerate(sizes)))
+    source, target = tensors_of(sizes, padding, poisoned=False), tensors_of(sizes, padding, poisoned=True)
+    figures = {}
+    with running_gateway(folder, capacity="4GiB", slot_bytes=SLOT_BYTES) as gateway:
+        assert gateway.alive
+        for name, tensors in (("store", source), ("load", target)):
+            client = Client.attach(
+                Attachment(
+                    socket=socket_for_port(folder / "sockets", PORT),
+                    engine_id=name,
+                    role=Role.RANK,
+                    rank=0,
+                    world_size=1,
+                    ring_bytes=2 << 30,
+                    load_reserve_bytes=1 << 30,
+                    fragment_bytes=SLOT_BYTES - HEADER_BYTES,
+                    connect_timeout_ms=20_000,
+                    heartbeat_timeout_ms=3_000,
+                    embedded=None,
+                )
+            )
+            context = RankContext(
+                client=client,
+                rank=0,
+                object_rank=0,
+                writes=True,
+                blocks_per_chunk=bpc,
+                fragment_bytes=FRAGMENT_BYTES,
+                layouts=[layout],
+                lone_last_block=[False],
+                positions={0: 0},
+                mover=make_mover(tensors=tensors, staging_bytes=1 << 28, layouts=[layout]),
+                load_timeout_s=DEADLINE_S,
+                failure_plan=Plan("block_errors", ""),
+                failures=FailureLog(),
+            )
+            worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
+            figures[f"{name}_gb_per_s"] = run_job(worker, name, chunks, bpc)
+            assert not context.failures.take(), "a load failed"
+            worker.shutdown()
+    rows = slice(1, 1 + chunks * bpc)
+    for got, wanted in zip(target, source, strict=True):
+        assert torch.equal(got[rows], wanted[rows]), "restored pages differ"
+        assert (got[0] == POISON).all(), "block 0 was written"
+        assert (got[rows.stop :] == POISON).all(), "a block that nobody asked for was written"
+    return figures
+
+
+def run_job(worker: XkvWorker, name: str, chunks: int, bpc: int) -> float:
+    """One job of `chunks` chunks; GB/s until it is reported, and for stores until the card has confirmed it."""
+    keys = tuple(number.to_bytes(8, "little") * 4 + bytes(4) for number in range(chunks))
+    spec = XkvTransferSpec(
+        namespace=b"g" * 16, keys=keys, req_id="r", positions=tuple(range(chunks)), replace=(False,) * chunks
+    )
+    blocks: Any = SimpleNamespace(
+        block_ids=np.arange(1, 1 + chunks * bpc, dtype=np.int32), group_sizes=[chunks * bpc], block_indices=[0]
+    )
+    started = time.monotonic()
+    if name == "store":
+        worker.submit_store(0, blocks, spec)
+    else:
+        worker.submit_load(0, spec, blocks)
+    results: list[Any] = []
+    while not results or (name == "store" and PROCESS_COUNTERS["confirmed_objects"] < chunks):
+        assert time.monotonic() - started < DEADLINE_S, f"{name} took too long: {PROCESS_COUNTERS}"
+        results += worker.get_finished()
+        time.sleep(0.001)
+    assert PROCESS_COUNTERS["worker_errors"] == 0
+    return float(results[0].transfer_size) / (time.monotonic() - started) / 1e9
+
+
+def main() -> None:
+    """All cases, then the jobs."""
+    for name, (sizes, padding, bpc) in CASES.items():
+        check_mover(sizes, padding, bpc)
+        print("same bytes:", name)
+    with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
+        figures = check_jobs(Path(folder))
+    print(json.dumps({"device": torch.cuda.get_device_name(), **{k: round(v, 3) for k, v in figures.items()}}))
+
+
+if __name__ == "__main__":
+    main()
