@@ -34,7 +34,9 @@ CLOSE_S_MAX: Final = 2.0  # for the last answers to go out to a client that does
 class Connection:
     """A connected peer. `number` is the session's, never given twice in a gateway's life."""
 
-    def __init__(self, connection: socket.socket, *, number: int, geometry: Geometry) -> None:
+    def __init__(
+        self, connection: socket.socket, *, number: int, geometry: Geometry, touched: set[Connection]
+    ) -> None:
         self.socket = connection
         self.number = number
         self.peer = sockets.peer_credentials(connection)
@@ -45,6 +47,7 @@ class Connection:
         self.left = False  # its queued work has been withdrawn
         self.closing_since_s: float | None = None  # nothing touches its slots any more; only answers go out
         self.interest = 0  # what the selector was told
+        self._touched = touched  # whom the loop looks at when the round ends
         self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
         self._stored: dict[int, list[wire.StoredObject]] = {}
         self._loaded: dict[int, list[wire.LoadedObject]] = {}
@@ -54,10 +57,12 @@ class Connection:
     def stored(self, put: int, answer: wire.StoredObject) -> None:
         """Gather an answer until the end of the round."""
         self._stored.setdefault(put, []).append(answer)
+        self._touched.add(self)
 
     def loaded(self, get: int, answer: wire.LoadedObject) -> None:
         """Gather an answer until the end of the round."""
         self._loaded.setdefault(get, []).append(answer)
+        self._touched.add(self)
 
     # --- what the loop calls -----------------------------------------------------------------------------
 
@@ -80,6 +85,7 @@ class Connection:
         """Send a message as soon as the peer has room for it."""
         # Its own duplicates: the engine may be gone, and the numbers given to others, before they are sent.
         self._outbox.append((wire.encode(message), tuple(os.dup(fd) for fd in fds)))
+        self._touched.add(self)
 
     @property
     def overflowing(self) -> bool:

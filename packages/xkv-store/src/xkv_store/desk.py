@@ -66,6 +66,7 @@ class Desk:
             slot_bytes=card.geometry.slot_bytes, fragment_bytes=card.geometry.fragment_bytes, boot_id=boot_id
         )
         self.connections: dict[int, Connection] = {}  # by descriptor
+        self.touched: set[Connection] = set()  # those with which something happened in this round
         self.counters: Counter[str] = Counter()
         self.draining = False
 
@@ -79,8 +80,11 @@ class Desk:
     def accept(self, accepted: socket.socket) -> None:
         """A new connection."""
         self._numbers += 1
-        connection = Connection(accepted, number=self._numbers, geometry=self._card.geometry)
+        connection = Connection(
+            accepted, number=self._numbers, geometry=self._card.geometry, touched=self.touched
+        )
         self.connections[accepted.fileno()] = connection
+        self.touched.add(connection)
         session = connection.session
         self.counters["connections"] += 1
         if self.draining:
@@ -120,7 +124,9 @@ class Desk:
 
     def _gone(self, connection: Connection) -> None:
         connection.forget_answers()
+        self.touched.add(connection)
         self.perform(connection, connection.session.disconnected())
+        self.perform(connection, connection.take_answers())  # what was withdrawn just now is settled just now
 
     # --- what sessions ask for ---------------------------------------------------------------------------
 
@@ -252,6 +258,7 @@ class Desk:
     def _closing(self, connection: Connection) -> None:
         """Nothing touches the session's slots any more: its place is free, its last answers may go out."""
         connection.closing_since_s = time.monotonic()
+        self.touched.add(connection)
         engine, hello = connection.engine, connection.session.hello
         if engine is not None and hello is not None:
             connection.engine = None
@@ -264,26 +271,31 @@ class Desk:
         for connection in list(self.connections.values()):
             self.perform(connection, connection.session.drain())
 
-    def end_round(self) -> list[Connection]:
-        """Send what the round has brought; returns the connections that are to be closed now."""
+    def end_round(self, *, everybody: bool) -> list[Connection]:
+        """Send what the round has brought; returns those with which something happened.
+
+        `everybody`: also those with which nothing did, for the bounds in time (once a heartbeat is enough).
+        """
         if self._parked:
             self._try_parked()
         now_s = time.monotonic()
-        over: list[Connection] = []
-        for connection in self.connections.values():
-            self.perform(connection, connection.take_answers())
-            try:
-                connection.flush()
-            except PeerError:
-                self._gone(connection)
-            if connection.overflowing:
-                self.counters["sessions_not_reading"] += 1
-                self._gone(connection)
-            if connection.silent_too_long(now_s):
-                self._gone(connection)
-            if connection.may_close(now_s):
-                over.append(connection)
-        return over
+        for connection in list(self.connections.values()) if everybody else list(self.touched):
+            self._end_round_of(connection, now_s)
+        looked_at = list(self.connections.values()) if everybody else list(self.touched)
+        self.touched.clear()
+        return looked_at
+
+    def _end_round_of(self, connection: Connection, now_s: float) -> None:
+        self.perform(connection, connection.take_answers())
+        try:
+            connection.flush()
+        except PeerError:
+            self._gone(connection)
+        if connection.overflowing:
+            self.counters["sessions_not_reading"] += 1
+            self._gone(connection)
+        if connection.silent_too_long(now_s):
+            self._gone(connection)
 
     def forget(self, connection: Connection) -> None:
         """Close its socket; the selector must not know it any more."""

@@ -140,13 +140,15 @@ class Gateway:
     def close(self) -> None:
         """Close the card, then give the socket up. Idempotent; also after an `open` that failed."""
         loop, self._loop = self._loop, None
-        quiet = loop.close() if loop is not None else True
         card, self._card = self._card, None
-        if card is not None and quiet:
-            card.close()  # where a thread hangs in the card, the next start recovers as after a kill
         listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
+        try:
+            quiet = loop.close() if loop is not None else True
+            if card is not None and quiet:
+                card.close()  # where a thread hangs in the card, the next start recovers as after a kill
+        finally:
+            if listener is not None:
+                listener.close()
         if self._stop_fd >= 0:
             os.close(self._stop_fd)
             self._stop_fd = -1
@@ -212,6 +214,7 @@ class _Loop:
         events = self._selector.select(self._timeout_s())
         for key, mask in events:
             if isinstance(key.data, Connection):
+                self._desk.touched.add(key.data)
                 if mask & selectors.EVENT_READ:
                     self._desk.readable(key.data, RECEIVES_PER_ROUND_MAX)
             elif key.data is self._listener:
@@ -221,17 +224,15 @@ class _Loop:
         self._transfers.take_finished()
         self._commits()
         now_ns = time.monotonic_ns()
-        if now_ns >= self._next_beat_ns:
+        beating = now_ns >= self._next_beat_ns
+        if beating:
             self._beat(now_ns)
         if now_ns >= self._next_tick_ns:
             wish_ns = self._card.tick(now_ns)
             self._next_tick_ns = now_ns + min(max(wish_ns or HEARTBEAT_NS, TICK_NS_MIN), HEARTBEAT_NS)
         self._begin_commit(now_ns)
-        for connection in self._desk.end_round():
-            if connection.interest:
-                self._selector.unregister(connection.socket)
-            self._desk.forget(connection)
-        self._watch()
+        for connection in self._desk.end_round(everybody=beating):
+            self._watch(connection)
         self._end_when_wanted()
 
     def _timeout_s(self) -> float:
@@ -259,12 +260,11 @@ class _Loop:
             self._selector.register(self._listener.socket, selectors.EVENT_READ, self._listener)
             self._listening = True
 
-    def _watch(self) -> None:
-        """Tell the selector what matters now of each connection."""
-        for connection in self._desk.connections.values():
-            wanted = connection.wants
-            if wanted == connection.interest:
-                continue
+    def _watch(self, connection: Connection) -> None:
+        """Tell the selector what matters now of a connection, or close it."""
+        over = connection.may_close(time.monotonic())
+        wanted = 0 if over else connection.wants
+        if wanted != connection.interest:
             if not connection.interest:
                 self._selector.register(connection.socket, wanted, connection)
             elif not wanted:
@@ -272,6 +272,8 @@ class _Loop:
             else:
                 self._selector.modify(connection.socket, wanted, connection)
             connection.interest = wanted
+        if over:
+            self._desk.forget(connection)
 
     # --- commits -----------------------------------------------------------------------------------------
 
