@@ -245,6 +245,20 @@ def test_what_a_dead_client_held_is_free_within_a_second(gateway: GatewayProcess
     assert time.monotonic() - started < 1.0
 
 
+def test_a_dead_engines_memory_is_given_back(gateway: GatewayProcess, connect: Callable[[], Peer]) -> None:
+    """Its ring may be most of the machine's memory: it must not wait for a garbage collection."""
+    peer = connect()
+    peer.attach(engine="large")
+    assert peer.put(b"used", key_of(6)) in (StoreStatus.CONFIRMED, StoreStatus.HELD)
+    maps = Path(f"/proc/{gateway.pid}/maps")
+    assert "xkv-ring" in maps.read_text()
+    peer.close()
+    deadline = time.monotonic() + 1.0
+    while "xkv-ring" in maps.read_text():
+        assert time.monotonic() < deadline, "the dead engine's ring is still mapped"
+        time.sleep(0.02)
+
+
 def test_a_foreign_uid_is_refused(gateway: GatewayProcess) -> None:
     """The folder and the socket keep others out; where they do not, the credentials do."""
     if os.geteuid() != 0:

@@ -259,6 +259,7 @@ class Desk:
         """Nothing touches the session's slots any more: its place is free, its last answers may go out."""
         connection.closing_since_s = time.monotonic()
         self.touched.add(connection)
+        connection.party = None  # a cycle would keep a dead engine's ring until some garbage collection
         engine, hello = connection.engine, connection.session.hello
         if engine is not None and hello is not None:
             connection.engine = None

@@ -134,7 +134,8 @@ class Gateway:
         assert self._loop is not None
         status = self.facts()
         status["uptime_s"] = round(time.monotonic() - self._started_s, 1)
-        status |= self._loop.status()
+        desk = self._loop.status()
+        status |= {**desk, "counters": {**status["counters"], **desk["counters"]}}
         return bounded_text(json.dumps(status))
 
     def close(self) -> None:

@@ -168,9 +168,13 @@ class IoPool:
         os.eventfd_write(self._eventfd, 1)
 
     def _work(self) -> None:
-        while (job := self._next()) is not None:
+        while True:
+            job = self._next()
+            if job is None:
+                return
             try:
                 job.run()
             except Exception as error:  # noqa: BLE001  the loop judges it; the thread lives on
                 job.error = error
             self._ended(job)
+            del job  # a thread that waits must not keep the ring of an engine that is gone

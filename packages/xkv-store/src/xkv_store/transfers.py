@@ -130,6 +130,7 @@ class Transfers:
         if error is None:
             self._unconfirmed[putting.plan.generation] = putting
         else:
+            self.counters["put_withdrawn"] += isinstance(error, WithdrawnError)
             self._answer_put(putting, StoreStatus.FAILED)
 
     def confirmed(self, plans: Sequence[PutPlan]) -> None:
