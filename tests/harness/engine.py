@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness import release
 from harness.story import Story
-from harness.worker import Load, Rank, _load
+from harness.worker import Load, Rank, load_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,10 +36,9 @@ class Request:
     finish_reason: str | None = None
     said: list[int] = field(default_factory=list)
 
-    @property
-    def loaded_blocks(self) -> list[tuple[int, ...]]:
-        """By group and load: how many of the request's blocks a load brought, in which places."""
-        return [tuple(one.index for one in load.blocks) for load in self.loads]
+    def loaded(self, group: int = 0) -> list[tuple[int, ...]]:
+        """For each of its loads: which of the request's blocks in this group it brought."""
+        return [tuple(one.index for one in load.blocks if one.group == group) for load in self.loads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +157,7 @@ class Engine:
         for req_id, tokens in step.scheduled.num_scheduled_tokens.items():
             self.requests[req_id].computed_tokens += tokens
         for job in step.load_jobs.values():
-            load = _load(job)
+            load = load_of(job)
             tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
             for one in load.blocks:
                 assert one.block == tables[one.group][one.index] != 0
@@ -200,13 +199,36 @@ class Engine:
         self.run()
         return request
 
+    def await_stores(self) -> None:
+        """Wait until nothing that ranks have handed over waits for the gateway's answer."""
+        end = time.monotonic() + RUN_S_MAX
+        while self.manager._card.store_bytes():
+            assert time.monotonic() < end, "the gateway does not answer for what it was given"
+            time.sleep(IDLE_S)
+
+    def await_gateway(self) -> None:
+        """Wait until every client is attached to a gateway that lives."""
+        end = time.monotonic() + RUN_S_MAX
+        clients = [self.manager._card, *(rank.worker.context.client for rank in self.ranks)]
+        while not all(client.alive() for client in clients):
+            assert time.monotonic() < end, "the clients do not come back to the gateway"
+            time.sleep(IDLE_S)
+
     # --- forgetting ----------------------------------------------------------------------------------------------
 
-    def forget(self, *, connector: bool = False) -> None:
-        """Drop vLLM's own prefix reuse (and the connector's, on demand), and poison all pages."""
-        assert self.scheduler.reset_prefix_cache(reset_connector=connector)
+    def forget(self) -> None:
+        """Drop vLLM's own prefix reuse, not the connector's, and poison all pages."""
+        assert self.scheduler.reset_prefix_cache()
         for rank in self.ranks:
             rank.memory.poison(range(1, self.shape.blocks), seed=len(self.steps) + 1)
+
+    def forget_all(self) -> None:
+        """VLLM's reset with the connector's, at a moment when nothing is running. Pages stay as they are."""
+        assert self.scheduler.reset_prefix_cache(reset_connector=True)
+
+    def reset_connector(self) -> None:
+        """What vLLM's reset does to the connector alone: nothing stored until now may be hit again."""
+        assert self.scheduler.reset_connector_cache()
 
 
 def _own_copy(metadata: Any, step: Step) -> Any:

@@ -1,7 +1,6 @@
-"""A real gateway process on a card of its own.
+"""A gateway in a process of its own, on a card of its own, that can end and come back.
 
-Owns: the process (started, stopped, killed by its pid), its socket's folder, what it says of itself, and damage
-done to its database file.
+Owns: when the process runs, its socket's folder, what it says of itself, and damage done to its database file.
 Must not know: vLLM, engines.
 """
 
@@ -10,40 +9,34 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xkv_store.geometry import SLOT_BYTES
 from xkv_store.sockets import socket_for_port
+from xkv_store.testing.processes import PORT, GatewayProcess
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
     from harness.story import Bytes
 
-START_S_MAX = 30.0
-END_S_MAX = 20.0
 SETTLE_S_MAX = 15.0
 POLL_S = 0.01
-PORT = 5557  # names a socket in a folder of this gateway's own
 CAPACITY = "128MiB"
 
 
 class Gateway:
-    """One card and the gateway that serves it; can be started again after an end."""
+    """One card and the gateway that serves it."""
 
-    def __init__(self, folder: Path, *, slot_bytes: int | None = None, points: Path | None = None) -> None:
-        self._card = folder / "card"
-        self._log = folder / "gateway.log"
+    def __init__(self, folder: Path, *, slot_bytes: int = SLOT_BYTES) -> None:
+        self._folder = folder
+        self._options = ["--capacity", CAPACITY, "--slot-bytes", str(slot_bytes)]
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
         self._sockets = tempfile.TemporaryDirectory(prefix="xkv-")
-        self._slot_bytes = slot_bytes
-        self._points = points
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: GatewayProcess | None = None
         folder.mkdir(parents=True, exist_ok=True)
         self.start()
 
@@ -52,56 +45,41 @@ class Gateway:
         """The keys by which an engine finds this gateway."""
         return {"xkv.port": PORT, "xkv.socket_dir": self._sockets.name}
 
+    @property
+    def process(self) -> GatewayProcess:
+        """The process that serves now, with its named points."""
+        assert self._process is not None, "no gateway runs"
+        return self._process
+
     def start(self) -> None:
         """Start it, and wait until it serves."""
         assert self._process is None
-        options = ["--card", self._card, "--port", PORT, "--socket-dir", self._sockets.name, "--capacity", CAPACITY]
-        if self._slot_bytes is not None:
-            options += ["--slot-bytes", self._slot_bytes]
-        # vLLM puts its own libraries into LD_PRELOAD when it is configured; they are none of the gateway's.
-        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-        if self._points is not None:
-            environment["XKV_POINTS"] = str(self._points)
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "xkv_store.cli", "gateway", "run", "--json", *map(str, options)],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-            )
-        assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], START_S_MAX)
-        line = self._process.stdout.readline() if readable else b""
-        if not line:
-            self.kill()
-            raise AssertionError(f"the gateway does not start: {self._log.read_text()[-2000:]}")
-        assert json.loads(line)["ready"]
+        self._process = GatewayProcess(
+            card=self._folder / "card",
+            socket_dir=Path(self._sockets.name),
+            points=self._folder / "points",
+            options=self._options,
+        )
 
     def stop(self) -> None:
         """End it in order."""
-        self._end(signal.SIGTERM)
+        self.process.signal(signal.SIGTERM)
+        assert self.process.wait() == 0
+        self._forget()
 
     def kill(self) -> None:
         """Kill -9."""
-        self._end(signal.SIGKILL)
+        self.process.kill()
+        self._forget()
 
-    def _end(self, number: signal.Signals) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(number)
-        try:
-            process.wait(END_S_MAX)
-        finally:
-            if process.returncode is None:
-                process.kill()
-                process.wait(END_S_MAX)
-            if process.stdout is not None:
-                process.stdout.close()
+    def _forget(self) -> None:
+        self.process.end()
+        self._process = None
 
     def close(self) -> None:
-        """End it and give its socket's folder up."""
-        self.stop()
+        """End it, however it is, and give its socket's folder up."""
+        if self._process is not None:
+            self._forget()
         self._sockets.cleanup()
 
     # --- what it says --------------------------------------------------------------------------------------------
@@ -129,7 +107,7 @@ class Gateway:
         """Change one byte of every copy of `content` in the database files; how many there were."""
         wanted = content.tobytes()
         found = 0
-        for path in sorted(self._card.glob("db-*.xkv")):
+        for path in sorted((self._folder / "card").glob("db-*.xkv")):
             data = path.read_bytes()
             at = data.find(wanted)
             while at >= 0:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from harness.engine import Engine
 from harness.gateway import Gateway
 from harness.release import Launch
+from xkv_store.geometry import HEADER_BYTES, SLOT_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,7 @@ RING_BYTES = 48 * 1024 * 1024  # three times what the largest case has under way
 class Rig:
     """Closed by its test's fixture (`contextlib.closing`)."""
 
-    def __init__(self, folder: Path, *, slot_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, *, slot_bytes: int = SLOT_BYTES) -> None:
         self._folder = folder
         self._slot_bytes = slot_bytes
         self.gateway = Gateway(folder / "gateway", slot_bytes=slot_bytes)
@@ -46,13 +47,20 @@ class Rig:
             Launch(
                 folder=self._folder,
                 engine_id=f"harness-{next(self._numbers)}",
-                extra={**self.gateway.extra, "xkv.ring_bytes": RING_BYTES, **(extra or {})},
+                extra={**self._extra(), **(extra or {})},
                 failure_policy=policy,
                 batch_tokens=batch_tokens,
             ),
         )
         self._engines.append(engine)
         return engine
+
+    def _extra(self) -> dict[str, Any]:
+        return {
+            **self.gateway.extra,
+            "xkv.fragment_bytes": self._slot_bytes - HEADER_BYTES,
+            "xkv.ring_bytes": RING_BYTES,
+        }
 
     def relaunch(self, engine: Engine, **options: Any) -> Engine:
         """End an engine in order and start another of the same shape."""

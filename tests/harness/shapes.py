@@ -104,20 +104,31 @@ class Shape:
         return GUARD_BYTES + sum(self.region_bytes(layers) + GUARD_BYTES for layers in self.regions())
 
 
-def mla(*, layers: int = 3, prefix: str = "layer") -> Group:
-    """A group of MLA layers with the latent of DeepSeek V2 (512 + 64 elements)."""
-    return Group(kind="mla", layers=tuple(f"{prefix}.{number}" for number in range(layers)), head_elements=576)
+def mla(*, layers: int = 3, prefix: str = "layer", latent: int = 576) -> Group:
+    """A group of MLA layers; the latent is DeepSeek V2's (512 + 64 elements) unless said otherwise."""
+    return Group(kind="mla", layers=tuple(f"{prefix}.{number}" for number in range(layers)), head_elements=latent)
 
 
-def full(*, layers: int = 2, padding_bytes: int = 0) -> Group:
+def full(*, layers: int = 2, block_tokens: int = 16, padding_bytes: int = 0) -> Group:
     """A group of full-attention layers."""
-    names = tuple(f"full.{number}" for number in range(layers))
-    return Group(kind="full", layers=names, heads=2, head_elements=2 * 32, padding_bytes=padding_bytes)
-
-
-def sliding(*, window: int, layers: int = 2, padding_bytes: int = 0) -> Group:
-    """A group of sliding-window layers with the page size of `full`."""
-    names = tuple(f"sliding.{number}" for number in range(layers))
     return Group(
-        kind="sliding", layers=names, heads=2, head_elements=2 * 32, padding_bytes=padding_bytes, window=window
+        kind="full",
+        layers=tuple(f"full.{number}" for number in range(layers)),
+        block_tokens=block_tokens,
+        heads=2,
+        head_elements=2 * 32,
+        padding_bytes=padding_bytes,
+    )
+
+
+def sliding(*, window: int, layers: int = 2, block_tokens: int = 16, padding_bytes: int = 0) -> Group:
+    """A group of sliding-window layers with the row size of `full`."""
+    return Group(
+        kind="sliding",
+        layers=tuple(f"sliding.{number}" for number in range(layers)),
+        block_tokens=block_tokens,
+        heads=2,
+        head_elements=2 * 32,
+        padding_bytes=padding_bytes,
+        window=window,
     )

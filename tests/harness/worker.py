@@ -85,7 +85,7 @@ class Rank:
         metadata = scheduled.kv_connector_metadata
         # The dictionaries are the connector's, which takes jobs out of them.
         for job_id, job in metadata.load_jobs.items():
-            self.loads[job_id] = _load(job)
+            self.loads[job_id] = load_of(job)
         self.connector.handle_preemptions(metadata)
         self._update_tables(scheduled)
         self.connector.bind_connector_metadata(metadata)
@@ -222,7 +222,7 @@ class Rank:
                 raise PagesError(f"{req_id}: the load of {layer}, block {one.block} (number {one.index}) is wrong")
 
 
-def _load(job: Any) -> Load:
+def load_of(job: Any) -> Load:
     """A load's blocks are consecutive in each group, from `block_indices` on (CONTRACT: group sizes, indices)."""
     destination = job.dst_spec
     ids = [int(block) for block in destination.block_ids]

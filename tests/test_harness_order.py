@@ -1,0 +1,117 @@
+"""Blocks that change hands while a store or a reset is under way."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from harness.shapes import Shape, mla
+from harness.story import prompt
+from xkv_offload.copy import HostMover
+
+if TYPE_CHECKING:
+    from harness.engine import Engine
+    from harness.rig import Rig
+
+pytest_plugins = ("harness.fixtures",)
+
+COPY_S = 0.02  # of one object, so that a store is certainly under way when its blocks are wanted
+
+
+@pytest.fixture
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stores that take long to read their pages."""
+    gather = HostMover.gather
+
+    def slowly(self: HostMover, move: Any) -> None:
+        time.sleep(COPY_S)
+        gather(self, move)
+
+    monkeypatch.setattr(HostMover, "gather", slowly)
+
+
+def preempted_while_storing(engine: Engine) -> tuple[list[int], list[int]]:
+    """Two prompts that fill all blocks but the null block: their first output tokens want more, and one must go."""
+    first, second = prompt(tokens=16 * 10, seed=1), prompt(tokens=16 * 9, seed=2)
+    engine.submit("stays", first, output_tokens=20)
+    engine.submit("goes", second, output_tokens=20)
+    engine.step()
+    step = engine.step()
+    assert step.preempted == {"goes"}
+    assert step.flushed, "its store was not under way"
+    engine.run()
+    return first, second
+
+
+@pytest.mark.usefixtures("slow_copies")
+def test_preemption_waits_for_the_store_to_leave_the_pages(rig: Rig) -> None:
+    shape = Shape(groups=(mla(layers=2),), blocks=20, blocks_per_chunk=1)
+    engine = rig.launch(shape)
+    first, second = preempted_while_storing(engine)
+    assert {one.finish_reason for one in engine.requests.values()} == {"length"}
+    rig.gateway.await_objects(19)
+
+    again = rig.relaunch(engine)
+    assert again.serve("first", first, output_tokens=2).loaded() == [tuple(range(10))]
+    assert again.serve("second", second, output_tokens=2).loaded() == [tuple(range(9))]
+
+
+@pytest.mark.usefixtures("slow_copies")
+def test_a_finished_request_gives_its_blocks_away_while_they_are_stored(rig: Rig) -> None:
+    shape = Shape(groups=(mla(layers=2),), blocks=12, blocks_per_chunk=2)
+    engine = rig.launch(shape)
+    prompts = [prompt(tokens=16 * 8 + 1, seed=seed) for seed in (3, 4, 5)]
+    for number, tokens in enumerate(prompts):
+        engine.submit(str(number), tokens)
+    engine.run()
+    assert any(step.flushed for step in engine.steps), "no store was under way when its blocks were wanted"
+    rig.gateway.await_objects(12)
+
+    again = rig.relaunch(engine)
+    for number, tokens in enumerate(prompts):
+        assert again.serve(f"again {number}", tokens, output_tokens=2).loaded() == [tuple(range(8))]
+
+
+@pytest.mark.usefixtures("slow_copies")
+def test_a_reset_with_a_store_under_way_forgets_it_in_this_launch_alone(rig: Rig) -> None:
+    shape = Shape(groups=(mla(layers=2),), blocks=48, blocks_per_chunk=2)
+    tokens = prompt(tokens=16 * 10 + 1, seed=6)
+    engine = rig.launch(shape)
+    engine.submit("before", tokens)
+    step = engine.step()
+    assert step.store_jobs
+    engine.forget_all()
+    engine.run()
+    assert serve(engine, "after") == [], "what was stored before the reset was hit"
+    assert serve(engine, "stored after the reset") == [tuple(range(10))]
+    rig.gateway.await_objects(10)
+
+    again = rig.relaunch(engine)
+    assert again.serve("a new launch", tokens, output_tokens=2).loaded() == [tuple(range(10))]
+
+
+@pytest.mark.usefixtures("slow_copies")
+def test_a_reset_that_preempts_running_requests(rig: Rig) -> None:
+    shape = Shape(groups=(mla(layers=2),), blocks=48, blocks_per_chunk=2)
+    tokens = prompt(tokens=16 * 10 + 1, seed=7)
+    engine = rig.launch(shape)
+    request = engine.submit("running", tokens, output_tokens=4)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    engine.run()
+    assert request.finish_reason == "length"
+    assert request.loads == []
+    engine.await_stores()
+    assert serve(engine, "stored after the reset") == [tuple(range(10))]
+
+
+def serve(engine: Engine, name: str) -> list[tuple[int, ...]]:
+    """Serve the prompt of the first request again, with nothing in the engine itself."""
+    engine.await_stores()
+    engine.forget()
+    first = next(iter(engine.requests.values())).story
+    request = engine.serve(name, first.tokens(0, first.prompt_length), output_tokens=2)
+    assert request.finish_reason == "length"
+    return request.loaded()
