@@ -46,6 +46,7 @@ class Bench:
             ),
             io_threads=io_threads,
         )
+        self.peers: list[Peer] = []
         self.gateway = Gateway(self.options)
         self.gateway.open()
         self.thread = threading.Thread(target=self.gateway.run)
@@ -53,10 +54,13 @@ class Bench:
 
     def peer(self, engine: str = "engine") -> Peer:
         peer = Peer(self.options.socket, geometry=GEOMETRY)
+        self.peers.append(peer)
         peer.attach(engine=engine)
         return peer
 
     def end(self) -> None:
+        for peer in self.peers:
+            peer.close()
         self.gateway.stop()
         self.thread.join(WAIT_S_MAX)
         assert not self.thread.is_alive()
@@ -76,10 +80,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[int], Bench]]:
 
 
 @pytest.fixture
-def peer(start: Callable[[int], Bench]) -> Iterator[Peer]:
-    attached = start(2).peer()
-    yield attached
-    attached.close()
+def peer(start: Callable[[int], Bench]) -> Peer:
+    return start(2).peer()
 
 
 def fails(error: int) -> Callable[..., None]:
@@ -182,7 +184,6 @@ def test_full_lanes_answer_shed_and_busy_at_once(
         assert peer.receive(wire.Loaded) == wire.Loaded(begun, (wire.LoadedObject(0, LoadStatus.BUSY, 0, 0),))
         valve.open.set()
         settle(peer, 4)
-    peer.close()
 
 
 def settle(peer: Peer, objects: int) -> None:
@@ -216,7 +217,6 @@ def test_cancel_answers_what_has_not_begun_at_once(
         valve.open.set()
         (begun,) = peer.receive(wire.Loaded).objects
         assert (begun.index, begun.status) == (0, LoadStatus.CANCELLED)
-    peer.close()
 
 
 def test_the_end_of_a_session_frees_what_waits_and_harms_nobody(
@@ -245,7 +245,6 @@ def test_the_end_of_a_session_frees_what_waits_and_harms_nobody(
         assert answer == wire.Stored(number_of_put, (wire.StoredObject(0, StoreStatus.CONFIRMED),))
     statuses = [living.get(len(CONTENT), key_of(number))[0] for number in range(5)]
     assert statuses == [LoadStatus.OK, *[LoadStatus.MISS] * 4], "only the one that had begun was finished"
-    living.close()
 
 
 def test_drain_is_bounded_by_withdrawing_what_has_not_begun(
@@ -261,10 +260,11 @@ def test_drain_is_bounded_by_withdrawing_what_has_not_begun(
         for number in range(3):
             peer.begin_put(CONTENT, key_of(number), first_slot=count * number)
         assert valve.entered.acquire(timeout=WAIT_S_MAX)
+        peer.send(wire.AskStatus(1))
+        peer.receive(wire.Status)  # in order: all three puts have come
         bench.gateway.stop()
         answers = [peer.receive(wire.Stored) for _ in range(2)]
         assert {one.status for answer in answers for one in answer.objects} == {StoreStatus.FAILED}
         valve.open.set()
         bench.thread.join(WAIT_S_MAX)
         assert not bench.thread.is_alive()
-    peer.close()
