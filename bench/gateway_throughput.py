@@ -106,9 +106,7 @@ def fio_s(folder: Path, kind: str, block: int, total: int, jobs: int) -> float:
     return float(total / side["bw_bytes"])
 
 
-def run_size(
-    client: Client, folder: Path, size: int, *, total: int, jobs: int, repeats: int
-) -> dict[str, object]:
+def run_size(client: Client, folder: Path, size: int, *, total: int, jobs: int, repeats: int) -> dict[str, object]:
     """Put and get of one object size, turn and turn about with fio; medians, since a disk is seldom alone."""
     count = total // size
     total = count * size
