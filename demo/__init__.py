@@ -1,0 +1,1 @@
+"""The main job of the product, shown with a real engine: `python demo/run.py`."""
