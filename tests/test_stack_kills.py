@@ -1,0 +1,107 @@
+"""Real engines and gateways that are killed while something is under way, at a point that the gateway has reached.
+
+If these go, nothing shows any more that a crash leaves a miss, never wrong tokens, and that all goes on after it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from stand.cases import (
+    OUTPUT_TOKENS,
+    assert_restored,
+    generate,
+    prompts,
+    restore_after_return,
+    store,
+)
+from stand.engines import alive
+from stand.gateways import Gateway
+from stand.models import LLAMA
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from stand.cases import Stand
+    from stand.engines import Engine
+
+pytest_plugins = ("stand.fixtures",)
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+DATABASES = 2  # an object's fragments lie in both, so that one can be written half
+
+
+def _store_up_to(
+    engine: Engine, gateway: Gateway, asked: list[list[int]], expected: list[list[int]], point: str
+) -> None:
+    """Answer prompts while the gateway stands at `point` with their first objects."""
+    gateway.hold(point)
+    answer = generate(engine, asked)
+    assert answer.tokens == expected
+    assert answer.counters.product["store_objects"] > 0
+    gateway.await_point(point)
+    assert engine.counters().product["confirmed_objects"] == 0
+
+
+def test_engine_killed_while_storing(stand: Stand, tmp_path: Path) -> None:
+    asked = prompts(LLAMA, 1, 2)
+    expected = stand.baseline(LLAMA, asked)
+    with Gateway(tmp_path, databases=DATABASES) as gateway:
+        config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16)
+        with stand.engine(config) as first:
+            _store_up_to(first, gateway, asked, expected, "put.mid_write")
+            first.kill()
+        gateway.let_go("put.mid_write")
+        assert alive(gateway.pid)
+
+        with stand.engine(config) as second:
+            restore_after_return(second, asked, expected)
+        with stand.engine(config) as third:
+            assert_restored(generate(third, asked), expected)
+
+
+@pytest.mark.parametrize("point", ["put.mid_write", "put.before_commit"])
+def test_gateway_killed_while_storing(stand: Stand, tmp_path: Path, point: str) -> None:
+    asked = prompts(LLAMA, 1, 2)
+    expected = stand.baseline(LLAMA, asked)
+    with Gateway(tmp_path, databases=DATABASES) as gateway:
+        config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16)
+        with stand.engine(config) as engine:
+            _store_up_to(engine, gateway, asked, expected, point)
+            gateway.kill()
+            gateway.start()
+            assert gateway.status()["objects"] == 0
+            restore_after_return(engine, asked, expected)
+        with stand.engine(config) as second:
+            assert_restored(generate(second, asked), expected)
+
+
+@pytest.mark.parametrize(
+    ("point", "policy"), [("get.before_read", "recompute"), ("get.read", "recompute"), ("get.read", "fail")]
+)
+def test_gateway_killed_while_loading(stand: Stand, tmp_path: Path, point: str, policy: str) -> None:
+    asked = prompts(LLAMA, 1)
+    expected = stand.baseline(LLAMA, asked)
+    with Gateway(tmp_path, databases=DATABASES) as gateway:
+        config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16, load_failure_policy=policy)
+        with stand.engine(config) as engine:
+            store(engine, asked, expected)
+            engine.reset_prefix()
+            gateway.hold(point)
+            engine.begin_generate(asked, max_tokens=OUTPUT_TOKENS)
+            gateway.await_point(point)
+            gateway.kill()
+            answer = engine.finish_generate()
+            assert answer.counters.product["load_failures"] > 0
+            assert answer.counters.product["load_objects"] == 0
+            if policy == "fail":
+                assert answer.finish_reasons == ["error"]
+            else:
+                assert answer.tokens == expected
+
+            gateway.start()
+            restore_after_return(engine, asked, expected)
+        with stand.engine(config) as second:
+            assert_restored(generate(second, asked), expected)
