@@ -14,7 +14,6 @@ import random
 import select
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from . import attachment as reasons
@@ -33,7 +32,7 @@ from .client_session import (
 from .embedded import start_detached
 from .engine_memory import EngineMemory, take_memory
 from .errors import PeerError, UserError
-from .flights import Delivery, Flights, LoadedDelivery, StoredDelivery, deliver
+from .flights import Delivery, Flights, GetObject, LoadedDelivery, PutObject, StoredDelivery, deliver
 from .sockets import prepare_socket_dir
 from .wire import LoadedObject, LoadStatus, Role, StoredObject, StoreStatus
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .control import ControlPage
-    from .key import ObjectKey
     from .ring import Ring, SlotRegion
     from .sockets import Packet
     from .table import TableReader
@@ -70,27 +68,6 @@ PACKETS_PER_ROUND_MAX: Final = 64
 """Received before what waits to be sent has its turn."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PutObject:
-    """One object to put: its payload lies in `slots` (of the store region), one fragment each, in order."""
-
-    key: ObjectKey
-    length: int
-    slots: Sequence[int]
-    family: int
-    position: int
-    replace: bool
-
-
-@dataclass(frozen=True, slots=True)
-class GetObject:
-    """One object to get: its fragments from `first_fragment` on go to `slots` (of the load region)."""
-
-    key: ObjectKey
-    slots: Sequence[int]
-    first_fragment: int
 
 
 class Client:

@@ -1,6 +1,6 @@
 """A client's outstanding puts and gets: whom to tell what.
 
-Owns: numbers, the callers' callbacks, and that each object is answered exactly once. Must not know: sockets,
+Owns: what is put and got, numbers, the callers' callbacks, and that each object is answered exactly once. Must not know: sockets,
 messages' encoding, threads (its user holds a lock around every call, and none around a delivery).
 """
 
@@ -16,12 +16,34 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from .client_session import Lost
+    from .key import ObjectKey
     from .ring import SlotRegion
 
     OnStored = Callable[[StoredObject], None]
     OnLoaded = Callable[[LoadedObject], None]
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PutObject:
+    """One object to put: its payload lies in `slots` (of the store region), one fragment each, in order."""
+
+    key: ObjectKey
+    length: int
+    slots: Sequence[int]
+    family: int
+    position: int
+    replace: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GetObject:
+    """One object to get: its fragments from `first_fragment` on go to `slots` (of the load region)."""
+
+    key: ObjectKey
+    slots: Sequence[int]
+    first_fragment: int
 
 
 @dataclass(frozen=True, slots=True)
