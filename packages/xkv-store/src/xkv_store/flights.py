@@ -1,7 +1,8 @@
 """A client's outstanding puts and gets: whom to tell what.
 
-Owns: what is put and got, numbers, the callers' callbacks, and that each object is answered exactly once. Must not know: sockets,
-messages' encoding, threads (its user holds a lock around every call, and none around a delivery).
+Owns: what is put and got, numbers, the callers' callbacks, and that each object is answered exactly once.
+Must not know: sockets, messages' encoding, threads (its user holds a lock around every call, and none around a
+delivery).
 """
 
 from __future__ import annotations
