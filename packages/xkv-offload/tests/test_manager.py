@@ -221,6 +221,22 @@ def test_a_reset_leaves_the_old_namespace_for_lookups_and_stores() -> None:
     assert manager.prepare_load([key(2)], request()).namespace == after.store_spec.namespace
 
 
+def test_what_was_under_way_at_a_reset_stores_nothing_more() -> None:
+    # vLLM offers its chunks anew, with blocks that other requests have overwritten meanwhile.
+    manager = make(FakeCard())
+    manager.on_new_request(request("old"))
+    manager.on_new_request(request("done"))
+    manager.on_request_finished(request("done"))
+    manager.reset_cache()
+    manager.on_new_request(request("new"))
+    assert stored(manager, [key(1)], "old") == []
+    manager.on_request_finished(request("old"))
+    assert stored(manager, [key(1)], "old") == [], "0.26 offers once more after the end"
+    assert stored(manager, [key(1)], "new") == [key(1)]
+    manager.on_new_request(request("old"))
+    assert stored(manager, [key(2)], "old") == [key(2)]
+
+
 @pytest.mark.parametrize(("changes", "hit", "kept"), [({"loads": False}, "MISS", 1), ({"stores": False}, "HIT", 0)])
 def test_producers_only_store_and_consumers_only_load(changes: dict[str, bool], hit: str, kept: int) -> None:
     card = FakeCard()

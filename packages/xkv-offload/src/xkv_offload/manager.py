@@ -122,6 +122,8 @@ class XkvManager:
         self._pending: dict[bytes, float] = {}
         self._prepared_bytes: dict[bytes, int] = {}
         self._requests: dict[str, _Request] = {}
+        self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
+        self._stale: frozenset[str] = frozenset()
         self._shed_logged = -SHED_LOG_SECONDS
 
     # -- lookups ---------------------------------------------------------------------------------------------
@@ -209,7 +211,7 @@ class XkvManager:
         positions: list[int] = []
         replace: list[bool] = []
         request = self._request(req_id)
-        if not self._options.stores or not self._card.alive() or request.shedding:
+        if not self._options.stores or not self._card.alive() or request.shedding or req_id in self._stale:
             self._counts.add("shed_keys", len(keys))
             return XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_id)
         self._read_denials()
@@ -278,11 +280,14 @@ class XkvManager:
 
     def on_new_request(self, req_context: Any) -> object:
         """The framework's default way of offloading."""
+        self._live.add(req_context.req_id)
+        self._stale -= {req_context.req_id}
         return self._words.request_context()
 
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request. One more store may come after this (0.26)."""
         self._requests.pop(req_context.req_id, None)
+        self._live.discard(req_context.req_id)
 
     def on_schedule_end(self, context: Any = None) -> None:
         """Hand the step's recency to the gateway."""
@@ -299,12 +304,17 @@ class XkvManager:
         return ()
 
     def reset_cache(self) -> None:
-        """Move to a namespace of this launch: nothing stored before is hit, late stores land in the old one."""
+        """Move to a namespace of this launch: nothing stored before is hit, late stores land in the old one.
+
+        Requests that are under way store nothing more: vLLM offers their chunks again from the first one, with
+        blocks of sliding windows that have other owners by now, and computed before whatever the reset is for.
+        """
         self._namespace = after_reset(self._options.namespace, os.urandom(16))
         self._salts.clear()
         self._pending.clear()
         self._prepared_bytes.clear()
         self._requests.clear()
+        self._stale = frozenset(self._live)
         self._counts.add("resets")
 
     def on_reset_flushed(self) -> None:
