@@ -277,15 +277,43 @@ def test_a_stopped_gateway_delays_neither_submit_nor_wait_and_its_late_answer_to
             time.sleep(0.005)
 
 
-def test_waiting_for_a_load_gives_it_up(gateway: GatewayProcess, tmp_path: Path) -> None:
-    with worker_on(tmp_path, engine="a") as (first, _):
+def test_a_load_that_is_waited_for_after_a_reset_goes_on(gateway: GatewayProcess, tmp_path: Path) -> None:
+    # vLLM names loads in wait only after a reset; their blocks stay their request's, and to fail them would end it.
+    with worker_on(tmp_path, engine="a") as (first, tensors):
         store(first, [1])
     with worker_on(tmp_path, engine="b", poisoned=True) as (worker, loaded):
         gateway.hold("get.before_read")
         worker.submit_load(0, spec([1]), whole(1, 1))
         gateway.await_point("get.before_read")
         worker.wait({0})
+        assert worker.get_finished() == []
+        gateway.let_go("get.before_read")
         assert finish(worker, 0).success
+        assert worker.context.failures.take() == set()
+        check(tensors, loaded, {number: number for number in range(1, 1 + BPC)})
+
+
+def test_an_expedited_load_is_waited_for(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, tensors):
+        store(first, [1])
+    with worker_on(tmp_path, engine="b", poisoned=True) as (worker, loaded):
+        worker.submit_load(0, spec([1]), whole(1, 1), expedited=True)
+        worker.wait({0})
+        check(tensors, loaded, {number: number for number in range(1, 1 + BPC)})
+        assert finish(worker, 0).success
+        assert worker.context.failures.take() == set()
+
+
+def test_an_expedited_load_is_given_up_at_its_deadline(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1])
+    with worker_on(tmp_path, engine="b", poisoned=True, load_timeout_s=0.2) as (worker, loaded):
+        gateway.hold("get.before_read")
+        worker.submit_load(0, spec([1]), whole(1, 1), expedited=True)
+        gateway.await_point("get.before_read")
+        worker.wait({0})
+        assert finish(worker, 0).success
+        assert worker.context.failures.take() == set(range(1, 1 + BPC))
         gateway.let_go("get.before_read")
         store(worker, [5])
         check(loaded, loaded, {})

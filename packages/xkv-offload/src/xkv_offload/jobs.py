@@ -30,6 +30,7 @@ class Job:
     is_store: bool
     outstanding: int
     deadline: float = float("inf")
+    expedited: bool = False
     started: float = field(default_factory=time.monotonic)
     moved_bytes: int = 0
     failed_blocks: list[int] = field(default_factory=list)

@@ -67,6 +67,7 @@ class XkvWorker:
             parts = self._load_parts(src_spec, dst_spec)
             job = self._begin(job_id, is_store=False, objects=len(parts))
             job.deadline = time.monotonic() + self._context.load_timeout_s
+            job.expedited = expedited
             if parts:
                 self._loads.submit(job, parts, src_spec)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
@@ -91,17 +92,19 @@ class XkvWorker:
         return [self._transfer_result(job) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return once the pages of these jobs may be overwritten.
+        """Return once the pages of these jobs may be overwritten (stores) or read (expedited loads).
 
-        Stores: when their bytes have left the pages. Loads (after a reset): they are given up, and waited for only
-        while a copy into the pages is under way. Unknown, finished and duplicate ids are ignored.
+        Other loads, which vLLM names after a reset, go on: their blocks stay their request's until they are
+        reported, and a load that is given up is a failed one. Unknown, finished and duplicate ids are ignored.
         """
         with self._lock:
-            jobs = [job for job in (self._jobs.get(number) for number in set(job_ids)) if job is not None]
-        self._guarded(lambda: self._loads.give_up(job for job in jobs if not job.is_store))
+            known = [job for job in (self._jobs.get(number) for number in set(job_ids)) if job is not None]
+        jobs = [job for job in known if job.is_store or job.expedited]
         self._queue.hurry({job.job_id for job in jobs})
         end = time.monotonic() + WAIT_SECONDS_MAX
-        for job in jobs:
+        late = [job for job in jobs if not job.done.wait(max(0.0, min(job.deadline, end) - time.monotonic()))]
+        self._guarded(lambda: self._loads.give_up(job for job in late if not job.is_store))
+        for job in late:
             if not job.done.wait(max(0.0, end - time.monotonic())):
                 count("worker_errors")
                 logger.error("Job %d did not end its copy within %s s", job.job_id, WAIT_SECONDS_MAX)
