@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 PROMPT_TOKENS: Final = 4_100
-NEW_TOKENS: Final = 24
+NEW_TOKENS: Final = 16
 BLOCK_SIZE: Final = 32
 BLOCKS_PER_CHUNK: Final = 16
 CHUNK_TOKENS: Final = BLOCK_SIZE * BLOCKS_PER_CHUNK
