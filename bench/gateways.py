@@ -1,0 +1,133 @@
+"""A real gateway in a process of its own, started as a user starts it, with its time, CPU and memory.
+
+Owns: the process, from start to its end by its pid, and reading /proc about it.
+Must not know: what is measured with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from xkv_store.client import Attachment, Client, Role
+from xkv_store.geometry import FRAGMENT_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MIB: Final = 1 << 20
+READY_S_MAX: Final = 120.0  # far beyond any bar: a start that takes so long has failed
+END_S_MAX: Final = 30.0
+ENGINE: Final = "bench"
+# Mapped files that are shared, or the kernel's to give up: everything else is the gateway's own.
+SHARED: Final = {"ring": "memfd:xkv-ring", "table": "memfd:xkv-table", "index": "data.mdb"}
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """Resident MiB: by shared mapping, and all the rest."""
+
+    shared: dict[str, float]
+    own: float
+
+
+class BenchGateway:
+    """`xkv gateway run`. `start_s`: from the start of the process to its ready line."""
+
+    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+        command = [sys.executable, "-m", "xkv_store.cli", "gateway", "run", "--json"]
+        command += ["--card", str(folder / "card"), "--socket-dir", str(folder / "sockets"), *words]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+        with (folder / "gateway.log").open("ab") as log:
+            started = time.monotonic()
+            self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
+        try:
+            self.ready = self._await_ready(folder / "gateway.log")
+        except BaseException:
+            self.kill()
+            raise
+        self.start_s = time.monotonic() - started
+
+    @property
+    def pid(self) -> int:
+        """The gateway's process id."""
+        return self._process.pid
+
+    def attach(self, role: Role = Role.RANK, *, ring_bytes: int) -> Client:
+        """A client: the rank, or the scheduler, of an engine with one rank. Half of the ring is for loads."""
+        return attach(Path(self.ready["socket"]), role, ring_bytes=ring_bytes)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that the process has used, all threads."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident(self) -> Resident:
+        """From /proc/PID/smaps: every page that is mapped in, by what it belongs to."""
+        shared = dict.fromkeys(SHARED, 0.0)
+        own = 0.0
+        kind: str | None = None
+        for line in Path(f"/proc/{self.pid}/smaps").read_text().splitlines():
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):
+                kind = next((key for key, mark in SHARED.items() if mark in rest), None)
+            elif name == "Rss:":
+                mib = int(rest.split()[0]) / 1024
+                if kind is None:
+                    own += mib
+                else:
+                    shared[kind] += mib
+        return Resident(shared, own)
+
+    def kill(self) -> None:
+        """Kill -9."""
+        self._process.kill()
+        self._process.wait(END_S_MAX)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _await_ready(self, log: Path) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], READY_S_MAX)
+        line = self._process.stdout.readline() if readable else b""
+        value: dict[str, Any] = json.loads(line) if line else {}
+        if "ready" not in value:
+            raise RuntimeError(f"the gateway is not ready: {value or log.read_text()[-2000:]}")
+        return value
+
+
+def attach(socket: Path, role: Role, *, ring_bytes: int) -> Client:
+    """Attach to the gateway on `socket`."""
+    return Client.attach(
+        Attachment(
+            socket=socket,
+            engine_id=ENGINE,
+            role=role,
+            rank=0,
+            world_size=1,
+            ring_bytes=ring_bytes,
+            load_reserve_bytes=ring_bytes // 2,
+            fragment_bytes=FRAGMENT_BYTES,
+            connect_timeout_ms=20_000,
+            heartbeat_timeout_ms=3_000,
+            embedded=None,
+        )
+    )
+
+
+@contextmanager
+def running(folder: Path, *words: str) -> Iterator[BenchGateway]:
+    """A gateway on the card `folder`/card, killed at the end of the block."""
+    gateway = BenchGateway(folder, words)
+    try:
+        yield gateway
+    finally:
+        gateway.kill()
