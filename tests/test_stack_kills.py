@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 pytest_plugins = ("stand.fixtures",)
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
-DATABASES = 2  # an object's fragments lie in both, so that one can be written half
+# An object's fragments lie in both databases, so that it can be written half: that takes many small slots.
+DATABASES = 2
+SLOT_BYTES = 65_536
 
 
 def _store_up_to(
@@ -48,7 +50,7 @@ def _store_up_to(
 def test_engine_killed_while_storing(stand: Stand, tmp_path: Path) -> None:
     asked = prompts(LLAMA, 1, 2)
     expected = stand.baseline(LLAMA, asked)
-    with Gateway(tmp_path, databases=DATABASES) as gateway:
+    with Gateway(tmp_path, databases=DATABASES, slot_bytes=SLOT_BYTES) as gateway:
         config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16)
         with stand.engine(config) as first:
             _store_up_to(first, gateway, asked, expected, "put.mid_write")
@@ -66,7 +68,7 @@ def test_engine_killed_while_storing(stand: Stand, tmp_path: Path) -> None:
 def test_gateway_killed_while_storing(stand: Stand, tmp_path: Path, point: str) -> None:
     asked = prompts(LLAMA, 1, 2)
     expected = stand.baseline(LLAMA, asked)
-    with Gateway(tmp_path, databases=DATABASES) as gateway:
+    with Gateway(tmp_path, databases=DATABASES, slot_bytes=SLOT_BYTES) as gateway:
         config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16)
         with stand.engine(config) as engine:
             _store_up_to(engine, gateway, asked, expected, point)
@@ -84,7 +86,7 @@ def test_gateway_killed_while_storing(stand: Stand, tmp_path: Path, point: str) 
 def test_gateway_killed_while_loading(stand: Stand, tmp_path: Path, point: str, policy: str) -> None:
     asked = prompts(LLAMA, 1)
     expected = stand.baseline(LLAMA, asked)
-    with Gateway(tmp_path, databases=DATABASES) as gateway:
+    with Gateway(tmp_path, databases=DATABASES, slot_bytes=SLOT_BYTES) as gateway:
         config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16, load_failure_policy=policy)
         with stand.engine(config) as engine:
             store(engine, asked, expected)

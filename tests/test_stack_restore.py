@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BLOCK_TOKENS = 32
 PREFIX_TOKENS = 100  # three blocks of 32 and a rest
+LONG_TOKENS = 1900  # three chunks of 16 blocks and a rest: vLLM asks for nothing that is less than a chunk
 
 
 def _stored_then_restored(stand: Stand, folder: Path, shape: Shape, *, blocks_per_chunk: int, groups: int) -> None:
@@ -75,26 +76,27 @@ def test_mla_or_the_release_says_that_it_cannot(stand: Stand, tmp_path: Path) ->
 
 
 def test_a_hit_that_begins_or_ends_inside_what_the_engine_has(stand: Stand, tmp_path: Path) -> None:
-    asked = prompts(LLAMA, 1)
+    asked = prompts(LLAMA, 1, tokens=LONG_TOKENS)
     expected = stand.baseline(LLAMA, asked)
-    prefix = [asked[0][:PREFIX_TOKENS]]
+    prefix_blocks, chunks = PREFIX_TOKENS // BLOCK_TOKENS, LONG_TOKENS // (16 * BLOCK_TOKENS)
     with Gateway(tmp_path) as gateway:
         config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16)
         with stand.engine(config) as first:
-            assert store(first, asked, expected) == 1
+            assert store(first, asked, expected) == chunks
 
         with stand.engine(config) as second:
-            computed = generate(second, prefix)
+            computed = generate(second, [asked[0][:PREFIX_TOKENS]])
             assert computed.counters.seen["load_jobs"] == 0
 
-            # the engine has three blocks of the chunk: only the other thirteen are asked for
+            # the engine has the first blocks of the first chunk: the others are asked for
             begins_inside = generate(second, asked)
             assert_restored(begins_inside, expected)
-            assert begins_inside.counters.seen["load_blocks"] == 16 - PREFIX_TOKENS // BLOCK_TOKENS
-            assert begins_inside.cached_tokens == [16 * BLOCK_TOKENS]
+            assert begins_inside.counters.product["load_objects"] == chunks
+            assert begins_inside.counters.seen["load_blocks"] == chunks * 16 - prefix_blocks
+            assert begins_inside.cached_tokens == [chunks * 16 * BLOCK_TOKENS]
 
-            # the engine has all 28 whole blocks now, the card's hit ends after 16
+            # the engine has every whole block now, and the card's hit ends before that
             ends_inside = generate(second, asked)
             assert ends_inside.tokens == expected
             assert ends_inside.counters.seen["load_jobs"] == 0
-            assert ends_inside.computed_prompt_tokens == PROMPT_TOKENS % BLOCK_TOKENS
+            assert ends_inside.computed_prompt_tokens == LONG_TOKENS % BLOCK_TOKENS

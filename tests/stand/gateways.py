@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from stand.engines import StandError, alive, await_end, log_tail
 from xkv_store.errors import UserError
+from xkv_store.geometry import HEADER_BYTES, SLOT_BYTES
 from xkv_store.sockets import socket_for_card
 from xkv_store.testing.points import ENVIRONMENT_NAME, POINTS
 from xkv_store.tool import Tool
@@ -41,15 +42,24 @@ RING_BYTES = 64 * 1024 * 1024  # twice what the largest case has under way
 class Gateway:
     """One card and the gateway that serves it, which can end and come back."""
 
-    def __init__(self, folder: Path, *, capacity: str = "256MiB", databases: int = 1, grace_ms: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        capacity: str = "256MiB",
+        databases: int = 1,
+        slot_bytes: int = SLOT_BYTES,
+        grace_ms: int = 0,
+    ) -> None:
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
         self._sockets = Path(tempfile.mkdtemp(prefix="xkv-"))
+        self._fragment_bytes = slot_bytes - HEADER_BYTES
         self._points = folder / "points"
         self._log = folder / "gateway.log"
         self._command = [
             *(sys.executable, "-m", "xkv_store.cli", "gateway", "run", "--json", "--port", str(PORT)),
             *("--card", str(folder / "card"), "--socket-dir", str(self._sockets), "--capacity", capacity),
-            *("--databases", str(databases), "--grace-ms", str(grace_ms)),
+            *("--databases", str(databases), "--slot-bytes", str(slot_bytes), "--grace-ms", str(grace_ms)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._points.mkdir(parents=True)
@@ -58,7 +68,12 @@ class Gateway:
     @property
     def extra(self) -> dict[str, Any]:
         """The keys by which an engine finds this gateway."""
-        return {"xkv.port": PORT, "xkv.socket_dir": str(self._sockets), "xkv.ring_bytes": RING_BYTES}
+        return {
+            "xkv.port": PORT,
+            "xkv.socket_dir": str(self._sockets),
+            "xkv.ring_bytes": RING_BYTES,
+            "xkv.fragment_bytes": self._fragment_bytes,
+        }
 
     @property
     def pid(self) -> int:
