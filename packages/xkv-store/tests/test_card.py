@@ -471,6 +471,64 @@ def test_eviction_goes_ahead_of_a_steady_stream(make: Make) -> None:
     assert driver.card.slots()["used"] > 192
 
 
+def test_a_chunk_with_a_rank_in_flight_stays(make: Make) -> None:
+    """Else its ranks would never be complete, and the rank that comes would lie there for nothing."""
+    driver = make(slots=4)
+    for number in range(3):
+        put(driver, number)
+    assert isinstance(driver.begin(key_of(0, rank=1), 1), PutPlan)
+    driver.begin(key_of(9), 1)
+    assert hits(driver, range(3)) == [0, 2]
+
+
+# --- changes that overtake each other -------------------------------------------------------------------------------
+
+
+def test_a_drop_overtakes_a_put_that_is_being_committed(make: Make) -> None:
+    """The table must not show what the index is about to forget."""
+    driver = make()
+    plan = driver.begin(key_of(1), PAYLOAD)
+    assert isinstance(plan, PutPlan)
+    driver.write(plan, data_of(1))
+    driver.card.finish_put(plan, None)
+    batch = driver.card.take_commit_batch()
+    assert batch is not None
+    driver.card.drop(key_of(1), plan.generation, "corrupt")
+    driver.card.commit_batch(batch)
+    assert driver.card.confirmed(batch) == [plan]
+    assert driver.card.table.get(key_of(1).tag) is None
+    assert driver.get(key_of(1)) is None
+    driver.settle()
+    assert driver.card.slots()["free"] == 16
+    driver.crash()
+    assert driver.get(key_of(1)) is None
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_new_put_overtakes_the_removal_of_the_old(make: Make, fails: bool) -> None:
+    """A removal that is tried again must not remove what was put since."""
+    driver = make()
+    old = put(driver, 1)
+    driver.card.drop(key_of(1), old.generation, "corrupt")
+    batch = driver.card.take_commit_batch()
+    assert batch is not None
+    plan = driver.begin(key_of(1), PAYLOAD)
+    assert isinstance(plan, PutPlan)
+    driver.write(plan, data_of(2))
+    driver.card.finish_put(plan, None)
+    if fails:
+        assert driver.card.commit_failed(batch) == []
+        driver.tick(1_100)
+    else:
+        driver.card.commit_batch(batch)
+        assert driver.card.confirmed(batch) == []
+    assert driver.get(key_of(1)) == data_of(2)
+    assert driver.commit() == [plan]
+    driver.crash()
+    assert driver.get(key_of(1)) == data_of(2)
+    assert driver.card.slots()["used"] == 1
+
+
 # --- the index fails ------------------------------------------------------------------------------------------------
 
 

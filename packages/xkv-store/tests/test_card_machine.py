@@ -12,16 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    MultipleResults,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from xkv_store.card import CardOptions, CommitBatch, GetPlan, PutPlan
 from xkv_store.errors import MediumError
@@ -33,15 +24,16 @@ from xkv_store.testing.cards import CardDriver
 SLOT = 4_096
 PAYLOAD = SLOT - HEADER_BYTES
 GRACE_MS = 50
+PUTS_PER_LIFE_MIN = 6  # else most lives would end before anything has happened
 
 KEYS = [ObjectKey(bytes(16), 0, bytes([n]) * 9, rank) for n in range(6) for rank in ((0, 1) if n % 2 else (0,))]
 keys = st.sampled_from(KEYS)
+small = st.integers(0, 5)
 lengths = st.sampled_from([1, PAYLOAD, PAYLOAD + 1, 3 * PAYLOAD])
 
 
-# Life of the card, plan, content, and for a put whether it is written.
-Flight: TypeAlias = tuple[int, PutPlan, bytes, bool]
-Reader: TypeAlias = tuple[int, GetPlan, bytes]
+Flight: TypeAlias = tuple[PutPlan, bytes]  # with the content
+Reader: TypeAlias = tuple[GetPlan, bytes]
 
 
 def data_of(version: int, length: int) -> bytes:
@@ -50,9 +42,6 @@ def data_of(version: int, length: int) -> bytes:
 
 class CardMachine(RuleBasedStateMachine):
     """Each put has a version of its own, so that mixed or stale bytes show."""
-
-    flying: Bundle[Flight] = Bundle("flying")
-    readers: Bundle[Reader] = Bundle("readers")
 
     @initialize(slots=st.integers(5, 12), databases=st.integers(1, 2))
     def make(self, slots: int, databases: int) -> None:
@@ -68,7 +57,9 @@ class CardMachine(RuleBasedStateMachine):
             ring_slots=8,
         )
         self.version = 0
-        self.life = 0
+        self.puts_of_life = 0
+        self.flying: list[Flight] = []
+        self.readers: list[Reader] = []
         self.batch: CommitBatch | None = None
         self.batch_applied = False
         self.contents: dict[ObjectKey, dict[int, bytes]] = {key: {} for key in KEYS}  # by generation, all lives
@@ -76,6 +67,16 @@ class CardMachine(RuleBasedStateMachine):
         self.left_ns: dict[ObjectKey, tuple[int, int]] = {}  # evicted: (generation, when)
 
     def teardown(self) -> None:
+        """In the end nothing is stuck: all that is not an object's is free again."""
+        for flight in self.flying:
+            self.finish(flight, fails=True)
+        for plan, _ in self.readers:
+            self.driver.card.end_get(plan)
+        self.settle(fails=False)
+        for _ in range(2):
+            self.driver.settle(1_100)
+        slots = self.driver.card.slots()
+        assert (slots["in_flight"], slots["limbo"]) == (0, 0)
         self.driver.card.abandon()
         shutil.rmtree(self.folder)
 
@@ -98,127 +99,145 @@ class CardMachine(RuleBasedStateMachine):
 
     # --- puts -----------------------------------------------------------------------------------------------
 
-    @rule(target=flying, key=keys, length=lengths, position=st.integers(0, 2), replacing=st.booleans())
-    def begin(self, key: ObjectKey, length: int, position: int, replacing: bool) -> Flight | MultipleResults[Flight]:
+    def begin(self, key: ObjectKey, length: int, position: int, replacing: bool) -> Flight | None:
         before = self.shown()
         plan = self.driver.begin(key, length, family=1, position=position, replacing=replacing)
         self.note_evictions(before)
         if not isinstance(plan, PutPlan):
-            return multiple()
+            return None
         assert all(plan.generation not in versions for versions in self.contents.values())
         self.version += 1
-        data = data_of(self.version, length)
-        self.contents[key][plan.generation] = data
-        return self.life, plan, data, False
+        self.puts_of_life += 1
+        self.contents[key][plan.generation] = data_of(self.version, length)
+        return plan, self.contents[key][plan.generation]
 
-    @rule(target=flying, flight=consumes(flying))
-    def write(self, flight: Flight) -> Flight | MultipleResults[Flight]:
-        life, plan, data, _ = flight
-        if life != self.life:
-            return multiple()
-        self.driver.write(plan, data)
-        return life, plan, data, True
+    # Few rules with many branches: Hypothesis leaves some rules out of each example, and an example without
+    # the end of a put would see nothing but keys that are in flight.
 
-    @rule(flight=consumes(flying), fails=st.booleans())
-    def finish(self, flight: Flight, fails: bool) -> None:
-        life, plan, _, written = flight
-        if life != self.life:
+    @rule(
+        key=keys,
+        length=lengths,
+        position=st.integers(0, 2),
+        replacing=st.booleans(),
+        until=st.sampled_from(["begun", "failed", "finished", "confirmed", "confirmed", "confirmed"]),
+    )
+    def put(self, key: ObjectKey, length: int, position: int, replacing: bool, until: str) -> None:
+        flight = self.begin(key, length, position, replacing)
+        if flight is None:
             return
-        error = None if written and not fails else MediumError(errno.EIO, "test")
-        self.driver.card.finish_put(plan, error)
-
-    @rule()
-    def take(self) -> None:
-        if self.batch is None:
-            self.batch = self.driver.card.take_commit_batch()
-            self.batch_applied = False
-
-    @rule()
-    def apply(self) -> None:
-        if self.batch is not None and not self.batch_applied:
-            self.driver.card.commit_batch(self.batch)
-            self.batch_applied = True
-
-    @rule(fails=st.booleans())
-    def settle(self, fails: bool) -> None:
-        if self.batch is None:
+        if until == "begun":
+            self.flying.append(flight)
             return
-        batch, self.batch = self.batch, None
-        if self.batch_applied and not fails:
-            confirmed = self.driver.card.confirmed(batch)
-            assert all(plan.generation in self.contents[plan.key] for plan in confirmed)
-        else:
-            before = self.shown()
-            self.driver.card.commit_failed(batch)
-            for key in before.keys() - self.shown().keys():
-                self.left_ns.pop(key, None)
+        self.finish(flight, fails=until == "failed")
+        if until == "confirmed":
+            for _ in range(2):  # what was taken before, then this
+                self.settle(fails=False)
+                self.take(apply=True)
+            self.settle(fails=False)
 
-    # --- gets -----------------------------------------------------------------------------------------------
+    @rule(step=st.sampled_from(["finish", "finish", "fail", "take", "apply", "settle", "settle", "lose"]), which=small)
+    def go_on(self, step: str, which: int) -> None:
+        """The next step of something that was begun."""
+        if step in {"finish", "fail"} and self.flying:
+            self.finish(self.flying.pop(which % len(self.flying)), fails=step == "fail")
+        elif step in {"take", "apply"}:
+            self.take(apply=step == "apply")
+        elif step in {"settle", "lose"}:
+            self.settle(fails=step == "lose")
 
-    @rule(target=readers, key=keys)
-    def begin_get(self, key: ObjectKey) -> Reader | MultipleResults[Reader]:
+    @rule(key=keys, then=st.sampled_from(["read", "pin", "pin", "drop"]))
+    def get(self, key: ObjectKey, then: str) -> None:
         plan = self.driver.card.begin_get(key, self.driver.now_ns)
         if plan is None:
-            return multiple()
-        return self.life, plan, self.contents[key][plan.generation]
-
-    @rule(reader=readers)
-    def read(self, reader: Reader) -> None:
-        """However long ago it was pinned, and whatever has happened to its object."""
-        life, plan, data = reader
-        if life == self.life:
-            assert self.driver.read(plan) == data
-
-    @rule(reader=consumes(readers))
-    def end_get(self, reader: Reader) -> None:
-        life, plan, data = reader
-        if life == self.life:
-            assert self.driver.read(plan) == data
-            self.driver.card.end_get(plan)
-
-    @rule(key=keys)
-    def drop(self, key: ObjectKey) -> None:
-        plan = self.driver.card.begin_get(key, self.driver.now_ns)
-        if plan is not None:
-            self.driver.card.end_get(plan)
+            return
+        if then == "pin":
+            self.readers.append((plan, self.contents[key][plan.generation]))
+            return
+        assert self.driver.read(plan) == self.contents[key][plan.generation]
+        if then == "drop":
             self.driver.card.drop(key, plan.generation, "corrupt")
             self.left_ns.pop(key, None)
             assert key not in self.shown()
+        self.driver.card.end_get(plan)
 
-    @rule(touched=st.lists(keys, max_size=3))
-    def touch(self, touched: list[ObjectKey]) -> None:
+    @rule(which=small)
+    def end_get(self, which: int) -> None:
+        """However long ago it was pinned, and whatever has happened to its object."""
+        if self.readers:
+            plan, data = self.readers.pop(which % len(self.readers))
+            assert self.driver.read(plan) == data
+            self.driver.card.end_get(plan)
+
+    @rule(ms=st.sampled_from([1, GRACE_MS - 1, GRACE_MS, GRACE_MS, 1_100]), touched=st.lists(keys, max_size=3))
+    def time_goes_on(self, ms: int, touched: list[ObjectKey]) -> None:
         self.driver.card.touch([key.tag for key in touched])
-
-    # --- time and death -------------------------------------------------------------------------------------
-
-    @rule(ms=st.sampled_from([1, GRACE_MS - 1, GRACE_MS, 1_100]))
-    def tick(self, ms: int) -> None:
         before = self.shown()
         self.driver.tick(ms)
         self.note_evictions(before)
 
+    # --- the steps ------------------------------------------------------------------------------------------
+
+    def finish(self, flight: Flight, *, fails: bool) -> None:
+        plan, data = flight
+        if fails:
+            self.driver.card.finish_put(plan, MediumError(errno.EIO, "test"))
+        else:
+            self.driver.write(plan, data)
+            self.driver.card.finish_put(plan, None)
+
+    def take(self, *, apply: bool) -> None:
+        if self.batch is None:
+            self.batch = self.driver.card.take_commit_batch()
+            self.batch_applied = self.batch is not None and apply
+            if self.batch is not None and apply:
+                self.driver.card.commit_batch(self.batch)
+
+    def settle(self, *, fails: bool) -> None:
+        """The batch has come back; one that failed may have been applied all the same."""
+        if self.batch is None:
+            return
+        batch, self.batch = self.batch, None
+        if fails:
+            before = self.shown()
+            self.driver.card.commit_failed(batch)
+            for key in before.keys() - self.shown().keys():
+                self.left_ns.pop(key, None)
+            return
+        if not self.batch_applied:
+            self.driver.card.commit_batch(batch)
+        confirmed = self.driver.card.confirmed(batch)
+        assert all(plan.generation in self.contents[plan.key] for plan in confirmed)
+
+    # --- death ----------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.puts_of_life >= PUTS_PER_LIFE_MIN)
     @rule()
     def crash(self) -> None:
         shown = self.shown()
         overlay = self.driver.card._overlay
         waiting = {key for key in KEYS if key.encode() in overlay._entries}
         self.driver.crash()
-        self.life += 1
+        self.puts_of_life = 0
+        self.flying.clear()
+        self.readers.clear()
         self.batch = None
         self.left_ns.clear()
         after = self.shown()
         assert shown.keys() - waiting <= after.keys(), "what was confirmed survives"
         assert after.keys() <= shown.keys() | waiting, "what was never there does not appear"
 
+    @precondition(lambda self: self.puts_of_life >= PUTS_PER_LIFE_MIN)
     @rule()
     def close_and_open(self) -> None:
         """A clean end. (What the gateway does first: no put, get or commit in flight.)"""
-        if self.batch is not None or self.driver.card._flying:
+        if self.batch is not None or self.flying or self.readers:
             return
         expected = {key for key in KEYS if self.driver.card._overlay.record(key.encode()) is not None}
         self.driver.close()
         self.driver.card = self.driver.card.open(self.driver.options)
-        self.life += 1
+        self.puts_of_life = 0
+        self.flying.clear()
+        self.readers.clear()
         self.left_ns.clear()
         assert self.shown().keys() == expected
 
@@ -275,5 +294,5 @@ class CardMachine(RuleBasedStateMachine):
 
 TestCardMachine = CardMachine.TestCase
 TestCardMachine.settings = settings(
-    max_examples=30, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

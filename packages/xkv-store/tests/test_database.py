@@ -85,6 +85,27 @@ def test_short_moves_go_on(path: Path, monkeypatch: pytest.MonkeyPatch, step: in
     database.close()
 
 
+def test_after_a_short_move_direct_io_goes_on_at_a_step(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel refuses an unaligned rest; the object would be lost for nothing."""
+    offsets: list[int] = []
+    real = os.pwritev
+
+    def short(fd: int, views: Sequence[memoryview], offset: int) -> int:
+        offsets.append(offset)
+        return real(fd, [views[0][:5_000]], offset)
+
+    fd = os.open(path, os.O_RDWR)
+    database = Database(path, fd, read_superblock(path), direct=True)
+    monkeypatch.setattr(os, "pwritev", short)
+    written = buffers(2)
+    database.write(0, written)
+    read = buffers(2, seed=50)
+    database.read(0, read)
+    assert read == written
+    assert offsets == [DATA_OFFSET + at * 4_096 for at in range(4)]
+    database.close()
+
+
 def test_one_call_moves_neighbouring_slots_within_its_bounds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[int, int]] = []
 

@@ -124,6 +124,16 @@ def test_work_is_bounded_by_the_budget() -> None:
     assert sieve.next_chunk(card, Budget(1_000)) is not None  # goes on where it was
 
 
+def test_a_place_that_an_object_no_longer_has_is_passed_over() -> None:
+    """The order is of the last commit: the replaced object's old place is still in it."""
+    card, sieve = FakeCard(), Sieve(100)
+    card.add(key_of(1), 1)
+    card.add(key_of(2), 2)
+    card.add(key_of(1), 3)
+    assert card.evict(sieve) == [key_of(2)]
+    assert card.evict(sieve) == [key_of(1)]
+
+
 def test_an_empty_order_ends_at_once() -> None:
     card, sieve = FakeCard(), Sieve(10)
     assert sieve.next_chunk(card, Budget(1_000)) is None
