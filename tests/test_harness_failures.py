@@ -33,13 +33,13 @@ def stored(rig: Rig, shape: Shape, *, policy: str = "recompute") -> Engine:
     return rig.relaunch(first, policy=policy)
 
 
-def damage(rig: Rig, shape: Shape, block: int) -> None:
+def damage(rig: Rig, shape: Shape, block: int, *, rank: int = 0) -> None:
     """Change a byte of what the card holds of one block's second layer."""
     group = shape.groups[0]
     layer = group.layers[1]
     first = block * group.block_tokens
     content = Story(TOKENS).rows(
-        layer=layer, rank=0, start=first, end=first + group.block_tokens, row_bytes=group.row_bytes
+        layer=layer, rank=rank, start=first, end=first + group.block_tokens, row_bytes=group.row_bytes
     )
     # Within one slot's payload, wherever the object's fragments are cut.
     pieces = [content.reshape(-1)[at : at + 4096] for at in range(0, content.size, 4096)]
@@ -153,6 +153,22 @@ def test_a_failed_load_on_two_ranks(rig: Rig) -> None:
     assert request.finish_reason == "length"
     assert request.computed_tokens == len(TOKENS) + 1 - 10 * 16
     assert serve_again(engine, "misses it") == [tuple(range(10))]
+
+
+def test_a_load_that_fails_on_one_of_two_ranks(rig: Rig) -> None:
+    # Objects of their own: the other rank's load succeeds, and both must compute anew.
+    shape = Shape(groups=(full(),), blocks=64, blocks_per_chunk=2, ranks=2)
+    engine = stored(rig, shape)
+    damage(rig, shape, block=11, rank=1)
+    if not is_told(shape):
+        with pytest.raises(LoadFailedError, match="several ranks"):
+            engine.serve("hit by it", TOKENS)
+        return
+    request = engine.serve("hit by it", TOKENS, output_tokens=2)
+    assert [sorted(rank.failed_blocks) for rank in engine.ranks] == [[], [11, 12]]
+    assert request.computed_tokens == len(TOKENS) + 1 - 10 * 16
+    assert serve_again(engine, "misses it") == [tuple(range(10))]
+    assert serve_again(engine, "whole again") == [tuple(range(BLOCKS))]
 
 
 def test_a_failed_load_with_several_groups_ends_the_engine(rig: Rig) -> None:

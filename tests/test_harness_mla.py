@@ -6,7 +6,8 @@ every step.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -107,3 +108,28 @@ def test_two_ranks_share_one_copy_where_pages_are_identical(rig: Rig, layout: st
     second = rig.relaunch(first, extra=extra)
     restored = second.serve("restored", tokens, output_tokens=3)
     assert restored.loaded() == [tuple(range(20))]
+
+
+def test_ranks_need_not_keep_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The second rank copies so late that the first has long reported: it reads by itself, and nothing times out.
+    shape = Shape(groups=(mla(),), blocks=64, blocks_per_chunk=2, ranks=2)
+    tokens = prompt(tokens=16 * 20 + 1, seed=8)
+    first = rig.launch(shape)
+    first.serve("cold", tokens)
+    rig.gateway.await_objects(10)
+
+    second = rig.relaunch(first)
+    mover = second.ranks[1].worker.context.mover
+    scatter = mover.scatter
+
+    def late(move: Any) -> None:
+        time.sleep(0.05)
+        scatter(move)
+
+    monkeypatch.setattr(mover, "scatter", late)
+    restored = second.submit("restored", tokens, output_tokens=2)
+    second.run(lambda: not second.ranks[0].loads and bool(restored.loads))
+    assert second.ranks[1].loads, "both ranks were done at once"
+    assert restored.computed_tokens == 0
+    second.run()
+    assert (restored.finish_reason, restored.loaded()) == ("length", [tuple(range(20))])

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from harness.shapes import Shape, mla
+from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
 from xkv_offload.copy import HostMover
 
 if TYPE_CHECKING:
     from harness.engine import Engine
     from harness.rig import Rig
+    from harness.shapes import Group
 
 pytest_plugins = ("harness.fixtures",)
 
@@ -103,8 +104,54 @@ def test_a_reset_that_preempts_running_requests(rig: Rig) -> None:
     engine.run()
     assert request.finish_reason == "length"
     assert request.loads == []
-    engine.await_stores()
+    assert serve(engine, "after") == [], "a request that was there at the reset stores nothing more"
     assert serve(engine, "stored after the reset") == [tuple(range(10))]
+
+
+@pytest.mark.parametrize("groups", [(mla(layers=2),), (full(), sliding(window=48))], ids=["one group", "two groups"])
+def test_a_reset_with_a_load_under_way(rig: Rig, groups: tuple[Group, ...]) -> None:
+    # The load was promised before the reset and its blocks are the request's: to fail it would end the request,
+    # and with several groups the engine.
+    shape = Shape(groups=groups, blocks=64, blocks_per_chunk=2)
+    tokens = prompt(tokens=16 * 10 + 1, seed=8)
+    first = rig.launch(shape)
+    first.serve("cold", tokens)
+    rig.gateway.await_objects(5 * len(groups))
+
+    second = rig.relaunch(first, policy="fail")
+    rig.gateway.process.hold("get.before_read")
+    request = second.submit("loading", tokens, output_tokens=2)
+    assert second.step().load_jobs
+    rig.gateway.process.await_point("get.before_read")
+    second.reset_connector()
+    assert second.step().flushed
+    rig.gateway.process.let_go("get.before_read")
+    second.run()
+    assert request.finish_reason == "length"
+    assert request.loaded(0) == [tuple(range(10))]
+    assert serve(second, "after") == [], "what was stored before the reset was hit"
+
+
+def test_a_reset_while_others_own_the_blocks_before_a_window(rig: Rig) -> None:
+    # vLLM then offers the running request's chunks from the first one, with blocks that it gave away long ago.
+    shape = Shape(groups=(full(), sliding(window=40)), blocks=40, blocks_per_chunk=2, shared=True)
+    tokens = prompt(tokens=200, seed=9)
+    engine = rig.launch(shape, batch_tokens=96)
+    engine.submit("running", tokens, output_tokens=12)
+    for _ in range(4):
+        engine.step()
+    engine.submit("taker", prompt(tokens=150, seed=10))
+    for _ in range(4):
+        engine.step()
+    engine.reset_connector()
+    engine.run()
+    assert {one.finish_reason for one in engine.requests.values()} == {"length"}
+    engine.await_stores()
+    engine.forget()
+    branch = engine.serve("branch", prompt(tokens=100, seed=11, after=tokens[:96]), output_tokens=2)
+    assert branch.loads == []
+    assert serve(engine, "from what the branch has stored") == [tuple(range(6))]
+    assert serve(engine, "whole") == [tuple(range(12))]
 
 
 def serve(engine: Engine, name: str) -> list[tuple[int, ...]]:
