@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 Kind = Literal["write", "read"]
 FILE: Final = "fio.dat"
-THREADS_MAX: Final = 4  # where the kernel refuses io_uring, threads stand in for its queue, as in the gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +28,11 @@ class Fio:
 
     @classmethod
     def prepare(cls, folder: Path, file_bytes: int) -> Fio:
-        """Find the engine that this kernel allows, and write the file."""
+        """Find the engine that this kernel allows (threads stand in for io_uring's queue), and write the file."""
         for engine in ("io_uring", "psync"):
             found = cls(folder, file_bytes, engine)
             try:
-                found.seconds("write", block=1 << 20, total=file_bytes, depth=4)
+                found.seconds("write", block=1 << 20, total=file_bytes, depth=4, jobs=1)
             except subprocess.CalledProcessError as error:
                 if engine == "psync":
                     raise RuntimeError(f"fio fails in {folder}: {error.stderr or error.stdout}") from error
@@ -41,16 +40,20 @@ class Fio:
             break
         return found
 
-    def seconds(self, kind: Kind, *, block: int, total: int, depth: int) -> float:
-        """Seconds for the first `total` bytes of the file, in order, in blocks of `block`, `depth` at a time."""
+    def seconds(self, kind: Kind, *, block: int, total: int, depth: int, jobs: int) -> float:
+        """Seconds for the first `total` bytes of the file in blocks of `block`, `depth` at a time in all.
+
+        Each of the `jobs` goes through a part of its own, in order.
+        """
+        if self.engine == "psync":
+            jobs = depth  # a thread has one block on its way
+        while total // jobs < block:
+            jobs //= 2
         command = ["fio", "--name=x", f"--directory={self.folder}", f"--filename={FILE}", "--direct=1", "--thread"]
         command += [f"--rw={kind}", f"--bs={block}", f"--filesize={self.file_bytes}", "--output-format=json"]
         command += ["--overwrite=0", "--fallocate=none", f"--ioengine={self.engine}", "--group_reporting"]
-        if self.engine == "psync":
-            jobs = min(depth, THREADS_MAX)
-            command += [f"--numjobs={jobs}", f"--size={total // jobs}", f"--offset_increment={total // jobs}"]
-        else:
-            command += [f"--iodepth={depth}", f"--size={total}"]
+        command += [f"--numjobs={jobs}", f"--iodepth={max(1, depth // jobs)}"]
+        command += [f"--size={total // jobs}", f"--offset_increment={total // jobs}"]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
         side = report["jobs"][0][kind]

@@ -6,6 +6,7 @@ Must not know: what is measured with it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import select
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from xkv_store.client import Attachment, Client, Role
 from xkv_store.geometry import FRAGMENT_BYTES
+from xkv_store.key import ObjectKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -121,6 +123,11 @@ def attach(socket: Path, role: Role, *, ring_bytes: int) -> Client:
             embedded=None,
         )
     )
+
+
+def object_key(namespace: bytes, *numbers: int) -> ObjectKey:
+    """A key whose hash is spread evenly, as vLLM's hashes are: the table's places depend on it."""
+    return ObjectKey(namespace, 0, hashlib.sha256(repr(numbers).encode()).digest(), 0)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def _run_parts(folder: Path, *, quick: bool) -> tuple[Part, list[str]]:
     result, failed = Part(), []
 
     def run_part(name: str, part: Callable[[], Part]) -> None:
-        print(f"{name} …", file=sys.stderr)
+        began = time.monotonic()
         try:
             found = part()
         except Exception:  # noqa: BLE001 -- the other parts' figures are worth having
@@ -70,6 +70,7 @@ def _run_parts(folder: Path, *, quick: bool) -> tuple[Part, list[str]]:
             return
         result.figures |= found.figures
         result.details += [f"{name}: {line}" for line in found.details]
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
 
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as own:
         run_part("throughput", lambda: throughput.run(Path(own), quick=quick))

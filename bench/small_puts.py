@@ -11,10 +11,9 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from gateways import MIB, attach
+from gateways import MIB, attach, object_key
 from xkv_store.client import Client, PutObject, Role
 from xkv_store.geometry import HEADER_BYTES, IO_STEP_BYTES
-from xkv_store.key import ObjectKey
 from xkv_store.wire import StoredObject, StoreStatus
 
 if TYPE_CHECKING:
@@ -52,8 +51,7 @@ def put_many(client: Client, first: int, count: int) -> None:
         while (slots := client.store_region.take(1)) is None:
             one_more()
             answered += 1
-        key = ObjectKey(NAMESPACE, 0, number.to_bytes(8, "little") * 4, 0)
-        batch.append(PutObject(key, LENGTH, slots, 1, number, False))
+        batch.append(PutObject(object_key(NAMESPACE, number), LENGTH, slots, 1, number, False))
         if len(batch) == BATCH or number == first + count - 1:
             client.put(batch, on_answer)
             batch = []
