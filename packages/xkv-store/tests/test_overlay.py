@@ -1,0 +1,115 @@
+"""The overlay: one batch at a time, in order and bounded, and answers for what is not yet committed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from xkv_store.index import Index, Meta, RemoveObject, SetObject
+from xkv_store.key import ObjectKey
+from xkv_store.layout import Extent, Record
+from xkv_store.limbo import Ghost
+from xkv_store.overlay import Overlay
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    index = Index.create(tmp_path / "index", Meta(bytes(16), 4_096, 1, 0, 0), slots=10)
+    yield index
+    index.close()
+
+
+def key_of(number: int, rank: int = 0) -> bytes:
+    return ObjectKey(bytes(16), 0, bytes([number]) * 8, rank).encode()
+
+
+def record(generation: int) -> Record:
+    return Record(generation, 1, 0, 0, (Extent(0, generation, 1),))
+
+
+def ghost(number: int, generation: int) -> Ghost:
+    return Ghost(key_of(number), record(generation), 1, 0, readable=False)
+
+
+def commit(overlay: Overlay, index: Index) -> list[int]:
+    batch = overlay.take()
+    assert batch is not None
+    index.apply(batch.changes, batch.generation_ceiling)
+    return [generation for _, generation, _ in overlay.settle(batch)]
+
+
+def test_it_answers_before_and_after_the_commit(index: Index) -> None:
+    overlay = Overlay(index)
+    overlay.set(key_of(1), record(1), None)
+    assert overlay.record(key_of(1)) == record(1)
+    assert overlay.chunk(key_of(1)[:-2], 9) == []
+    assert commit(overlay, index) == [1]
+    assert overlay.record(key_of(1)) == record(1)
+    assert overlay.chunk(key_of(1)[:-2], 9) == [(key_of(1), record(1))]
+    gone = ghost(1, 1)
+    overlay.remove(key_of(1), gone)
+    assert overlay.record(key_of(1)) is None
+    assert overlay.chunk(key_of(1)[:-2], 9) == []
+    states = [gone.settled]
+    commit(overlay, index)
+    assert [*states, gone.settled] == [False, True]
+    assert overlay.record(key_of(1)) is None
+    assert len(overlay) == 0
+
+
+def test_one_batch_at_a_time_in_order_and_bounded(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xkv_store.overlay.CHANGES_PER_BATCH_MAX", 3)
+    overlay = Overlay(index)
+    for number in range(5):
+        overlay.set(key_of(number), record(number + 1), None)
+    batch = overlay.take()
+    assert batch is not None
+    assert [step.generation for step in batch.steps] == [1, 2, 3]
+    assert overlay.take() is None
+    assert len(overlay) == 5
+    index.apply(batch.changes)
+    overlay.settle(batch)
+    assert commit(overlay, index) == [4, 5]
+    assert overlay.take() is None
+
+
+def test_what_is_undone_is_removed_in_its_place(index: Index) -> None:
+    overlay = Overlay(index)
+    overlay.set(key_of(1), record(1), None)
+    overlay.remove(key_of(2), ghost(2, 9))
+    batch = overlay.take()
+    assert batch is not None
+    overlay.set(key_of(2), record(2), None)
+    (undone,) = overlay.undo(batch)
+    assert isinstance(undone[0], SetObject)
+    assert undone[2] == record(1)
+    assert overlay.record(key_of(1)) is None
+    assert overlay.record(key_of(2)) == record(2)
+    again = overlay.take()
+    assert again is not None
+    assert list(again.changes)[:2] == [RemoveObject(key_of(1)), RemoveObject(key_of(2))]
+    assert isinstance(list(again.changes)[2], SetObject)
+
+
+def test_a_lost_ceiling_is_asked_for_again(index: Index) -> None:
+    overlay = Overlay(index)
+    overlay.raise_ceiling(77)
+    batch = overlay.take()
+    assert batch is not None
+    overlay.undo(batch)
+    again = overlay.take()
+    assert again is not None
+    assert again.generation_ceiling == 77
+
+
+def test_a_known_namespace_is_not_written_again(index: Index) -> None:
+    overlay = Overlay(index)
+    overlay.set_namespace(b"n" * 16, b"{}")
+    overlay.set_namespace(b"n" * 16, b"{}")
+    assert len(overlay) == 1
+
+
+def test_a_damaged_record_is_a_miss(index: Index) -> None:
+    with index._env.begin(write=True) as transaction:
+        transaction.put(key_of(1), b"junk", db=index._objects)
+    assert Overlay(index).record(key_of(1)) is None
