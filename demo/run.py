@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from stand.engines import Counters, Engine, Generation
 
 MIB = 1024 * 1024
-PROMPT_TOKENS = 4200
-OUTPUT_TOKENS = 16
+PROMPT_TOKENS = 4130
+OUTPUT_TOKENS = 8
 BLOCK_TOKENS = 32
 BLOCKS_PER_CHUNK = 16
 CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
@@ -47,7 +47,7 @@ WARM_UP_TOKENS = 64  # less than a chunk: nothing of it is stored; the first req
 CAPACITY_BYTES = 512 * MIB
 RING_BYTES = 512 * MIB  # the prompt's pages are about 100 MB, and half of the ring may wait for the card
 LINGER_S = 120.0  # the gateway outlives the first engine by more than a second start takes
-STEPS = 9
+STEPS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +58,7 @@ class Run:
     answer: Generation
     settled: Counters
     model_runner: str
+    zeroed_tokens: list[list[int]] | None = None  # the answer where every restored page is overwritten by zeros
 
 
 class Steps:
@@ -90,15 +91,24 @@ def _steps() -> Iterator[Steps]:
         yield Steps(progress)
 
 
-def _serve(engine: Engine, steps: Steps, text: str) -> Run:
+def _serve(engine: Engine, steps: Steps, text: str, *, canary: bool) -> Run:
+    asked = [prompt(DEMO, tokens=PROMPT_TOKENS, seed=1)]
     engine.generate([prompt(DEMO, tokens=WARM_UP_TOKENS, seed=99)], max_tokens=2)
     steps.begin(text)
-    answer = engine.generate([prompt(DEMO, tokens=PROMPT_TOKENS, seed=1)], max_tokens=OUTPUT_TOKENS)
+    answer = engine.generate(asked, max_tokens=OUTPUT_TOKENS)
+    settled = engine.settle()
+    zeroed_tokens = None
+    if canary:
+        steps.begin("second process: restoring again and zeroing the pages, which must change the answer")
+        engine.reset_prefix()
+        engine.zero_loads(on=True)
+        zeroed_tokens = engine.generate(asked, max_tokens=OUTPUT_TOKENS).tokens
     return Run(
         pid=engine.pid,
         answer=answer,
-        settled=engine.settle(),
+        settled=settled,
         model_runner=engine.description["model_runner"],
+        zeroed_tokens=zeroed_tokens,
     )
 
 
@@ -116,14 +126,14 @@ def _two_runs(folder: Path, steps: Steps) -> tuple[Run, Run]:
             server.write_model(DEMO, config.model)
             steps.begin("first process: starting the engine and its embedded gateway")
             with server.engine(config) as engine:
-                cold = _serve(engine, steps, f"first process: computing {PROMPT_TOKENS} prompt tokens")
+                cold = _serve(engine, steps, f"first process: computing {PROMPT_TOKENS} prompt tokens", canary=False)
                 steps.begin("first process: stopping")
         steps.begin("second process: importing vLLM")
         with EngineServer(python=sys.executable, folder=folder / "second", vllm_home=vllm_home) as server:
             server.connect_once()
             steps.begin("second process: starting the engine")
             with server.engine(config) as engine:
-                restored = _serve(engine, steps, "second process: restoring the prompt from the card")
+                restored = _serve(engine, steps, "second process: restoring the prompt from the card", canary=True)
                 steps.begin("second process: stopping")
         steps.begin("ending the gateway, removing the card")
     return cold, restored
@@ -134,6 +144,8 @@ def _mistakes(cold: Run, restored: Run) -> list[str]:
     seen, product = restored.answer.counters.seen, restored.answer.counters.product
     checks = {
         "the answers differ": restored.answer.tokens == cold.answer.tokens,
+        "zeroed pages give the same answer, so equal answers prove nothing": restored.zeroed_tokens
+        not in (None, cold.answer.tokens),
         "both answers came from one process": restored.pid != cold.pid,
         "the first run restored something": cold.answer.counters.seen["load_blocks"] == 0,
         "not every whole chunk was restored": seen["load_blocks"] * BLOCK_TOKENS == WHOLE_TOKENS,
@@ -178,7 +190,7 @@ def _table(target: str, cold: Run, restored: Run) -> Table:
 
 
 def _show(target: str, cold: Run, restored: Run) -> None:
-    console = Console()
+    console = Console(width=100)
     console.print(_table(target, cold, restored))
     console.print(f"restored {cold.answer.seconds / restored.answer.seconds:.1f} times as fast as computed")
     console.print(f"first process {cold.pid}, second process {restored.pid}")

@@ -301,6 +301,10 @@ class EngineServer:
             raise
         return child
 
+    def connect_once(self) -> None:
+        """Wait until vLLM is imported."""
+        self._connect().close()
+
     def engine(self, config: EngineConfig) -> Engine:
         """A new engine in a new process, ready; EngineError when vLLM or the spec refuses."""
         self._starts += 1

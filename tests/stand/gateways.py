@@ -169,7 +169,7 @@ class Gateway:
 class EmbeddedCard:
     """A card whose gateway the engines start themselves. Close it: the gateway is nobody's child."""
 
-    def __init__(self, folder: Path, *, capacity_bytes: int, linger_s: float) -> None:
+    def __init__(self, folder: Path, *, capacity_bytes: int, linger_s: float, ring_bytes: int = RING_BYTES) -> None:
         self._sockets = Path(tempfile.mkdtemp(prefix="xkv-"))
         self.folder = folder
         self.extra: dict[str, Any] = {
@@ -177,7 +177,7 @@ class EmbeddedCard:
             "xkv.socket_dir": str(self._sockets),
             "xkv.capacity_bytes": capacity_bytes,
             "xkv.linger_s": linger_s,
-            "xkv.ring_bytes": RING_BYTES,
+            "xkv.ring_bytes": ring_bytes,
         }
 
     @property
