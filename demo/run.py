@@ -1,229 +1,261 @@
-"""The product's main job, shown: a prompt served cold, everything stopped, and the prompt restored in a new process.
+"""The main job, shown: a prompt is served, the engine stops, and a new process restores it from the card.
 
-Owns: the two runs, their display, and the closing line of JSON.
-Must not know: how engines are run (the stand does), how xkv works.
-
-`python demo/run.py --target LABEL [--json]` in an environment that holds vLLM. Ends with 1 where the restored answer
-differs, where less than every whole chunk was restored, or where a count contradicts another.
+Owns: the order of things, the model's and the prompt's sizes, what is shown while it runs, and the exit code.
+Must not know: vLLM (serve.py, run in a process of its own, does) or any release's number.
+`python demo/run.py --target RELEASE [--json]`, with the python of an environment that holds the release.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
+import random
+import re
 import signal
 import sys
-import tempfile
+import time
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))  # the stand lives with the tests
+from xkv_store.errors import PeerError, UserError
 
-from stand.engines import EngineConfig, EngineServer
-from stand.gateways import EmbeddedCard
-from stand.models import DEMO, prompt
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a script, from anywhere
+
+from demo.outcome import Outcome, Served
+from demo.processes import DemoError, Place, card_status, child, temporary_place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from types import FrameType
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from stand.engines import Counters, Engine, Generation
+PROMPT_TOKENS: Final = 4_100
+NEW_TOKENS: Final = 16
+BLOCK_SIZE: Final = 32
+BLOCKS_PER_CHUNK: Final = 16
+CHUNK_TOKENS: Final = BLOCK_SIZE * BLOCKS_PER_CHUNK
+WARM_UP_TOKENS: Final = 500  # less than a chunk: nothing of it is stored or looked up
+WARM_UP_NEW_TOKENS: Final = 2
 
-MIB = 1024 * 1024
-PROMPT_TOKENS = 4130
-OUTPUT_TOKENS = 8
-BLOCK_TOKENS = 32
-BLOCKS_PER_CHUNK = 16
-CHUNK_TOKENS = BLOCK_TOKENS * BLOCKS_PER_CHUNK
-WHOLE_TOKENS = PROMPT_TOKENS // CHUNK_TOKENS * CHUNK_TOKENS
-WARM_UP_TOKENS = 64  # less than a chunk: nothing of it is stored; the first request of a process costs extra
-CAPACITY_BYTES = 512 * MIB
-RING_BYTES = 512 * MIB  # the prompt's pages are about 100 MB, and half of the ring may wait for the card
-LINGER_S = 120.0  # the gateway outlives the first engine by more than a second start takes
-STEPS = 10
+# Much to compute and little to keep: wide layers, many query heads, two KV heads. Few layers, because every layer
+# costs each new token some waits among threads, which on a busy machine are long. The scale of the weights makes
+# greedy output diverse and dependent on the whole prompt: with restored pages zeroed it differs from the first token.
+MODEL: Final[Mapping[str, object]] = {
+    "hidden_size": 1536,
+    "intermediate_size": 4608,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 4096,
+    "max_position_embeddings": 8192,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+}
+CARD_BYTES: Final = 256 << 20  # some fifteen times what the prompt leaves
+RING_BYTES: Final = 64 << 20
+LINGER_S: Final = 120.0  # from one engine's end to the next one's start; it is asked to stop at the end
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One process's answer to the prompt."""
-
-    pid: int
-    answer: Generation
-    settled: Counters
-    model_runner: str
-    zeroed_tokens: list[list[int]] | None = None  # the answer where every restored page is overwritten by zeros
-
-
-class Steps:
-    """The progress display: what is being done, and how many steps there are."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("", total=STEPS)
-
-    def begin(self, text: str) -> None:
-        """The next step; the one before it is done."""
-        started = self._progress.tasks[0].description != ""
-        self._progress.update(self._task, description=text, advance=1 if started else 0)
-
-    def end(self) -> None:
-        """All is done."""
-        self._progress.update(self._task, description="done", completed=STEPS)
+STAGES: Final = {
+    "imported": "importing vLLM",
+    "started": "starting the engine",
+    "warm": "warming up with another prompt",
+    "answered": "serving the prompt",
+    "result": "waiting until the card has confirmed everything",
+}
 
 
-@contextmanager
-def _steps() -> Iterator[Steps]:
-    columns = (
-        SpinnerColumn(),
-        MofNCompleteColumn(),
-        BarColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield Steps(progress)
+def prompt(*, tokens: int, seed: int) -> list[int]:
+    """Token ids without a pattern, the same in every run; the lowest stay free for special tokens."""
+    vocabulary = int(str(MODEL["vocab_size"]))
+    source = random.Random(seed)  # noqa: S311 (nothing secret)
+    return [source.randrange(10, vocabulary) for _ in range(tokens)]
 
 
-def _serve(engine: Engine, steps: Steps, text: str, *, canary: bool) -> Run:
-    asked = [prompt(DEMO, tokens=PROMPT_TOKENS, seed=1)]
-    engine.generate([prompt(DEMO, tokens=WARM_UP_TOKENS, seed=99)], max_tokens=2)
-    steps.begin(text)
-    answer = engine.generate(asked, max_tokens=OUTPUT_TOKENS)
-    settled = engine.settle()
-    zeroed_tokens = None
-    if canary:
-        steps.begin("second process: restoring again and zeroing the pages, which must change the answer")
-        engine.reset_prefix()
-        engine.zero_loads(on=True)
-        zeroed_tokens = engine.generate(asked, max_tokens=OUTPUT_TOKENS).tokens
-    return Run(
-        pid=engine.pid,
-        answer=answer,
-        settled=settled,
-        model_runner=engine.description["model_runner"],
-        zeroed_tokens=zeroed_tokens,
-    )
+class Display:
+    """A line for each stage on the terminal, with a bar for the prompt's tokens; plain lines elsewhere."""
 
-
-def _two_runs(folder: Path, steps: Steps) -> tuple[Run, Run]:
-    vllm_home = Path(os.environ.get("VLLM_CACHE_ROOT", folder / "vllm"))
-    with EmbeddedCard(folder / "card", capacity_bytes=CAPACITY_BYTES, linger_s=LINGER_S, ring_bytes=RING_BYTES) as card:
-        config = EngineConfig(
-            model=folder / "model",
-            block_size=BLOCK_TOKENS,
-            max_model_len=PROMPT_TOKENS + OUTPUT_TOKENS,
-            extra={"blocks_per_chunk": BLOCKS_PER_CHUNK, **card.extra},
+    def __init__(self, *, quiet: bool) -> None:
+        self.console = Console(stderr=True, quiet=quiet, highlight=False)
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=self.console,
+            disable=quiet or not self.console.is_terminal,
         )
-        steps.begin("first process: importing vLLM, writing the model")
-        with EngineServer(python=sys.executable, folder=folder / "first", vllm_home=vllm_home) as server:
-            server.write_model(DEMO, config.model)
-            steps.begin("first process: starting the engine and its embedded gateway")
-            with server.engine(config) as engine:
-                cold = _serve(engine, steps, f"first process: computing {PROMPT_TOKENS} prompt tokens", canary=False)
-                steps.begin("first process: stopping")
-        steps.begin("second process: importing vLLM")
-        with EngineServer(python=sys.executable, folder=folder / "second", vllm_home=vllm_home) as server:
-            server.connect_once()
-            steps.begin("second process: starting the engine")
-            with server.engine(config) as engine:
-                restored = _serve(engine, steps, "second process: restoring the prompt from the card", canary=True)
-                steps.begin("second process: stopping")
-        steps.begin("ending the gateway, removing the card")
-    return cold, restored
+        self._task: TaskID | None = None
+        self._title = ""
+        self._started = 0.0
+
+    @contextmanager
+    def live(self) -> Iterator[None]:
+        """While this lasts, the bars move."""
+        with self._progress:
+            yield
+            self.done()
+
+    def begin(self, title: str, total: int | None = None) -> None:
+        """A stage begins, and with it the one before is done."""
+        self.done()
+        self._title, self._started = title, time.monotonic()
+        self._task = self._progress.add_task(title, total=total, note="")
+
+    def advance(self, tokens: int, total: int) -> None:
+        """So much of the prompt is computed or being computed."""
+        if self._task is not None:
+            shown = min(tokens, total)
+            self._progress.update(self._task, total=total, completed=shown, note=f"{shown:,} tokens")
+
+    def done(self) -> None:
+        """The stage is done."""
+        if self._task is None:
+            return
+        if not self.console.is_terminal:
+            self.console.print(f"{self._title}: {time.monotonic() - self._started:.1f} s")
+        self._progress.update(self._task, total=1, completed=1)
+        self._progress.stop_task(self._task)
+        self._task = None
+
+    def say(self, text: str) -> None:
+        """A line that stays, beside the stages."""
+        self.console.print(text, soft_wrap=True)
 
 
-def _mistakes(cold: Run, restored: Run) -> list[str]:
-    """What contradicts the demonstration's claim; empty when it holds."""
-    seen, product = restored.answer.counters.seen, restored.answer.counters.product
-    checks = {
-        "the answers differ": restored.answer.tokens == cold.answer.tokens,
-        "zeroed pages give the same answer, so equal answers prove nothing": restored.zeroed_tokens
-        not in (None, cold.answer.tokens),
-        "both answers came from one process": restored.pid != cold.pid,
-        "the first run restored something": cold.answer.counters.seen["load_blocks"] == 0,
-        "not every whole chunk was restored": seen["load_blocks"] * BLOCK_TOKENS == WHOLE_TOKENS,
-        "the product counts other objects": product["load_objects"] * CHUNK_TOKENS == WHOLE_TOKENS,
-        "other bytes were stored than restored": product["load_bytes"] == cold.settled.product["store_bytes"],
-        "the second run computed restored tokens": restored.answer.computed_prompt_tokens
-        == PROMPT_TOKENS - WHOLE_TOKENS,
-    }
-    return [text for text, holds in checks.items() if not holds]
-
-
-def _summary(target: str, cold: Run, restored: Run) -> dict[str, object]:
+def serving_job(place: Place) -> dict[str, object]:
+    """What both engines are told alike."""
     return {
-        "target": target,
-        "prompt_tokens": PROMPT_TOKENS,
-        "restored_tokens": restored.answer.counters.seen["load_blocks"] * BLOCK_TOKENS,
-        "identical": restored.answer.tokens == cold.answer.tokens,
-        "objects": restored.answer.counters.product["load_objects"],
-        "bytes": restored.answer.counters.product["load_bytes"],
+        "llm": {
+            "model": str(place.model),
+            "load_format": "auto",
+            "dtype": "float32",
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            "block_size": BLOCK_SIZE,
+            "max_model_len": PROMPT_TOKENS + CHUNK_TOKENS,
+            # One chunk a step. The prompt's end then is a step of its own in both processes: the same arithmetic.
+            "max_num_batched_tokens": CHUNK_TOKENS,
+            "max_num_seqs": 4,
+        },
+        "kv_transfer_config": {
+            "kv_connector": "OffloadingConnector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "spec_name": "XkvOffloadingSpec",
+                "spec_module_path": "xkv_offload",
+                "blocks_per_chunk": BLOCKS_PER_CHUNK,
+                "xkv.path": str(place.card),
+                "xkv.socket_dir": str(place.sockets),
+                "xkv.capacity_bytes": CARD_BYTES,
+                "xkv.ring_bytes": RING_BYTES,
+                "xkv.linger_s": LINGER_S,
+            },
+        },
+        "prompt": prompt(tokens=PROMPT_TOKENS, seed=1),
+        "new_tokens": NEW_TOKENS,
+        "warm_up_prompt": prompt(tokens=WARM_UP_TOKENS, seed=2),
+        "warm_up_tokens": WARM_UP_NEW_TOKENS,
     }
 
 
-def _table(target: str, cold: Run, restored: Run) -> Table:
-    table = Table(title=f"vLLM {target}: one prompt of {PROMPT_TOKENS} tokens, {OUTPUT_TOKENS} tokens answered")
-    for heading in ("", "cold", "restored"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    runs = (cold, restored)
-    counts = [run.answer.counters for run in runs]
-    rows = {
-        "process id": [str(run.pid) for run in runs],
-        "seconds": [f"{run.answer.seconds:.2f}" for run in runs],
-        "prompt tokens computed": [f"{run.answer.computed_prompt_tokens:,}" for run in runs],
-        "prompt tokens restored": [f"{count.seen['load_blocks'] * BLOCK_TOKENS:,}" for count in counts],
-        "objects stored": [f"{run.settled.product['confirmed_objects']:,}" for run in runs],
-        "objects restored": [f"{count.product['load_objects']:,}" for count in counts],
-        "bytes restored": [f"{count.product['load_bytes']:,}" for count in counts],
-        "hit rate": [f"{count.seen['load_blocks'] * BLOCK_TOKENS / PROMPT_TOKENS:.1%}" for count in counts],
-    }
-    for name, (left, right) in rows.items():
-        table.add_row(name, left, right)
-    return table
+def serve(job: Mapping[str, object], place: Place, target: str, display: Display, title: str) -> Served:
+    """Run one engine in a process of its own, and return when that process has ended."""
+    with child("serve", job, place, target) as process:
+        titles = iter(STAGES.items())
+        awaited, stage = next(titles)
+        display.begin(f"{title}: {stage}")
+        for event in process.events():
+            if event["event"] == "scheduled" and awaited == "answered":
+                display.advance(event["tokens"], PROMPT_TOKENS)
+            elif event["event"] == "imported" and event["version"].partition("+")[0] != target:
+                raise DemoError(f"this environment holds vLLM {event['version']}, not {target}")
+            if event["event"] != awaited:
+                continue
+            if awaited == "result":
+                served = Served.of(event)
+                break
+            awaited, stage = next(titles)
+            display.begin(f"{title}: {stage}")
+        display.begin(f"{title}: stopping the engine, ending process {served.pid}")
+        process.wait()
+        display.done()
+    return served
 
 
-def _show(target: str, cold: Run, restored: Run) -> None:
-    console = Console(width=100)
-    console.print(_table(target, cold, restored))
-    console.print(f"restored {cold.answer.seconds / restored.answer.seconds:.1f} times as fast as computed")
-    console.print(f"first process {cold.pid}, second process {restored.pid}")
-    console.print(f"prompt tokens that the second process computed: {restored.answer.computed_prompt_tokens}")
-    console.print(f"model runner: {restored.model_runner}", highlight=False)
+def demonstrate(place: Place, target: str, display: Display) -> Outcome:
+    """Do the main job."""
+    display.begin("writing a model")
+    with child("write", {"model": MODEL, "folder": str(place.model)}, place, target) as process:
+        for _ in process.events():
+            pass
+        process.wait()
+    job = serving_job(place)
+    chunks = PROMPT_TOKENS // CHUNK_TOKENS
+    cold = serve({**job, "confirm_objects": chunks}, place, target, display, "1 cold")
+    gateway_pid, status = card_status(place)
+    display.say(
+        f"process {cold.pid} has ended; gateway {gateway_pid} serves the card: "
+        f"{status['objects']} objects, {status['object_bytes']:,} bytes"
+    )
+    warm = serve({**job, "confirm_objects": 0}, place, target, display, "2 restored")
+    return Outcome(target=target, prompt_tokens=PROMPT_TOKENS, cold=cold, warm=warm)
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+def release(text: str) -> str:
+    """A release's number, which also names a folder."""
+    if not re.fullmatch(r"[0-9][0-9A-Za-z.]*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no release number")
+    return text
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the demonstration; the exit code."""
-    parser = argparse.ArgumentParser(description="Serve a prompt, stop, restore it in a new process.")
-    parser.add_argument("--target", required=True, help="what to call the release that is installed")
-    parser.add_argument("--json", action="store_true", help="print nothing but the closing line on standard output")
+def show(outcome: Outcome, *, line_only: bool) -> None:
+    """Print the table and, last, the line of JSON."""
+    if not line_only:
+        console = Console(highlight=False, soft_wrap=True)
+        for sentence in outcome.sentences():
+            console.print(sentence)
+        table = Table(show_header=False)
+        table.add_column()
+        table.add_column(justify="right")
+        for row in outcome.rows():
+            table.add_row(*row)
+        console.print(table)
+    sys.stdout.write(outcome.line() + "\n")
+    sys.stdout.flush()
+
+
+def interrupted(number: int, _frame: object) -> None:
+    """End by the ordinary way, so that everything is taken down."""
+    raise SystemExit(128 + number)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the demo; 0 where the main job was done, 1 where not."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0], allow_abbrev=False)
+    parser.add_argument("--target", "--target-label", type=release, required=True, help="the release installed here")
+    parser.add_argument("--json", action="store_true", help="print the closing line of JSON alone")
     options = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the gateway and the card go in that case too
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupted)
+    display = Display(quiet=options.json)
     try:
-        with tempfile.TemporaryDirectory(prefix="xkv-demo-") as folder, _steps() as steps:
-            cold, restored = _two_runs(Path(folder), steps)
-            steps.end()
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted; engines and gateway are ended, the card is removed\n")
-        return 130
-    if not options.json:
-        _show(options.target, cold, restored)
-    mistakes = _mistakes(cold, restored)
-    for mistake in mistakes:
-        sys.stderr.write(f"error: {mistake}\n")
-    sys.stdout.write(json.dumps(_summary(options.target, cold, restored)) + "\n")
-    return 1 if mistakes else 0
+        with temporary_place() as place, display.live():
+            outcome = demonstrate(place, options.target, display)
+    except (DemoError, UserError, PeerError, OSError) as error:
+        sys.stderr.write(f"the demo failed: {error}\n")
+        return 1
+    show(outcome, line_only=options.json)
+    fault = outcome.fault()
+    if fault is not None:
+        sys.stderr.write(f"the demo failed: {fault}\n")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -81,8 +81,9 @@ class Engine:
 
         def counted(*arguments: Any, **more: Any) -> Any:
             output = schedule(*arguments, **more)
-            self._scheduled += output.total_num_scheduled_tokens
-            self._reporter.say("scheduled", tokens=self._scheduled)
+            if output.total_num_scheduled_tokens:
+                self._scheduled += output.total_num_scheduled_tokens
+                self._reporter.say("scheduled", tokens=self._scheduled)
             return output
 
         self._core.scheduler.schedule = counted
