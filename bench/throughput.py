@@ -36,7 +36,7 @@ WAIT_S_MAX: Final = 120.0
 RING_BYTES: Final = 1024 * MIB  # half for puts, half for gets: 16 objects of 32 MiB each
 OVERFILL: Final = 1.3  # the card over what is put: it evicts ahead, which is not measured here
 WRITE_BYTES: Final = 8 * MIB
-FIO_JOBS: Final = (1, 4)  # the queue's depth in one thread, or shared by four as in the gateway: the better one counts
+FIO_JOBS: Final = (1, 4)  # the queue's depth in one thread, or shared by four as in the gateway: the better counts
 GEOMETRY: Final = Geometry()
 
 
@@ -81,17 +81,30 @@ class Side:
     measure: Callable[[Client, Load, int, int], float]
 
 
-@dataclass(slots=True)
-class Cpu:
-    """CPU seconds of gateway and client, and the bytes that they moved."""
+@dataclass(frozen=True, slots=True)
+class Rig:
+    """What every comparison of one run of the benchmarks has in common; the first of `runs` is the warm-up."""
 
-    seconds: float = 0.0
-    moved: int = 0
+    gateway: BenchGateway
+    client: Client
+    fio: Fio
+    total: int
+    runs: int
+    fio_jobs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One load in one direction: each run's seconds, ours and fio's by number of jobs, and our CPU seconds."""
+
+    ours: list[float]
+    theirs: dict[int, list[float]]
+    cpu_s: float
 
 
 def run(folder: Path, *, quick: bool) -> Part:
     """All loads, both directions, turn and turn about with fio."""
-    total, repeats = (256 * MIB, 3) if quick else (1024 * MIB, 5)
+    total, repeats = (512 * MIB, 3) if quick else (1024 * MIB, 5)
     runs = repeats + 1
     capacity = int(total * runs * len(LOADS) * OVERFILL)
     with running(folder, "--capacity", str(capacity)):
@@ -99,52 +112,51 @@ def run(folder: Path, *, quick: bool) -> Part:
     _write_once(folder / "card" / "db-0.xkv")
     fio = Fio.prepare(folder, total)
     part = Part(details=[f"overwriting, {total // MIB} MiB a run, {repeats} runs, 1 database, fio by {fio.engine}"])
-    cpu = Cpu()
     with running(folder) as gateway:
         if not gateway.ready["direct"]:
             raise RuntimeError(f"no O_DIRECT in {folder}: give --folder on a disk")
         client = gateway.attach(ring_bytes=RING_BYTES)
         client.ring.array[:] = np.random.default_rng(1).integers(0, 256, client.ring.array.shape[1], np.uint8)
+        rig = Rig(gateway, client, fio, total, runs, FIO_JOBS[:1] if quick else FIO_JOBS)
+        cpu_s = 0.0
         for load in LOADS:
-            for side in (Side("put", "write", _put), Side("get", "read", _get)):
-                _compare(part, cpu, gateway, client, fio, load, side, total=total, runs=runs)
+            for side in SIDES:
+                compared = _compare(rig, load, side)
+                cpu_s += compared.cpu_s
+                _report(part, compared, load, side, total)
         client.close()
-    part.figures["cpu_s_per_gb"] = cpu.seconds / (cpu.moved / 1e9)
+    part.figures["cpu_s_per_gb"] = cpu_s / (len(LOADS) * len(SIDES) * repeats * total / 1e9)
     return part
 
 
-def _compare(  # noqa: PLR0917 -- one row of the table, from all that it needs
-    part: Part,
-    cpu: Cpu,
-    gateway: BenchGateway,
-    client: Client,
-    fio: Fio,
-    load: Load,
-    side: Side,
-    *,
-    total: int,
-    runs: int,
-) -> None:
-    count = total // load.size
-    pairs: list[tuple[float, dict[int, float]]] = []
-    for number in range(runs):
-        began = gateway.cpu_s() + time.process_time()
-        ours = side.measure(client, load, count, number)
-        used = gateway.cpu_s() + time.process_time() - began
-        theirs = {
-            jobs: fio.seconds(side.kind, block=load.size, total=total, depth=load.depth, jobs=jobs) for jobs in FIO_JOBS
+def _compare(rig: Rig, load: Load, side: Side) -> Compared:
+    compared_ours: list[float] = []
+    theirs: dict[int, list[float]] = {jobs: [] for jobs in rig.fio_jobs}
+    cpu_s = 0.0
+    for number in range(rig.runs):
+        began_s = rig.gateway.cpu_s() + time.process_time()
+        ours = side.measure(rig.client, load, rig.total // load.size, number)
+        used_s = rig.gateway.cpu_s() + time.process_time() - began_s
+        fios = {
+            jobs: rig.fio.seconds(side.kind, block=load.size, total=rig.total, depth=load.depth, jobs=jobs)
+            for jobs in rig.fio_jobs
         }
-        if number:  # the first run of each is the warm-up
-            pairs.append((ours, theirs))
-            cpu.seconds += used
-            cpu.moved += total
-    best = min(FIO_JOBS, key=lambda jobs: median(theirs[jobs] for _, theirs in pairs))
-    ratios = sorted(theirs[best] / ours for ours, theirs in pairs)
+        if number:
+            cpu_s += used_s
+            compared_ours.append(ours)
+            for jobs, seconds in fios.items():
+                theirs[jobs].append(seconds)
+    return Compared(compared_ours, theirs, cpu_s)
+
+
+def _report(part: Part, compared: Compared, load: Load, side: Side, total: int) -> None:
+    jobs, theirs = min(compared.theirs.items(), key=lambda item: median(item[1]))
+    ratios = sorted(fio_s / ours_s for ours_s, fio_s in zip(compared.ours, theirs, strict=True))
     part.figures[f"{side.name}_{load.name}_vs_fio"] = median(ratios)
-    rates = [total / MIB / median(ours for ours, _ in pairs), total / MIB / median(fios[best] for _, fios in pairs)]
+    ours_rate, fio_rate = (total / MIB / median(seconds) for seconds in (compared.ours, theirs))
     part.details.append(
-        f"{side.name} {load.size // MIB:2} MiB at depth {load.depth:2}: {rates[0]:5.0f} MiB/s, "
-        f"fio {rates[1]:5.0f} ({best} jobs); "
+        f"{side.name} {load.size // MIB:2} MiB at depth {load.depth:2}: {ours_rate:5.0f} MiB/s, fio {fio_rate:5.0f} "
+        f"({jobs} jobs), CPU {compared.cpu_s / (len(theirs) * total / 1e9):.3f} s/GB; "
         f"ratios {' '.join(f'{ratio:.2f}' for ratio in ratios)}"
     )
 
@@ -213,5 +225,7 @@ def _check(meter: Meter, wanted: int) -> None:
     if others:
         raise RuntimeError(f"{len(others)} of {len(meter.statuses)} objects were answered {set(others)}")
 
+
+SIDES: Final = (Side("put", "write", _put), Side("get", "read", _get))
 
 assert max(load.depth * GEOMETRY.fragments(load.size) for load in LOADS) * SLOT_BYTES <= RING_BYTES // 2
