@@ -31,9 +31,7 @@ if TYPE_CHECKING:
 PORT_CUSTOMARY: Final = 5557
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
-gateway_app = typer.Typer(
-    help="Run a gateway, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None
-)
+gateway_app = typer.Typer(help="Run a gateway, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None)
 
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The gateway's port: names its socket.")]
 SocketDir = Annotated[

@@ -34,9 +34,7 @@ CLOSE_S_MAX: Final = 2.0  # for the last answers to go out to a client that does
 class Connection:
     """A connected peer. `number` is the session's, never given twice in a gateway's life."""
 
-    def __init__(
-        self, connection: socket.socket, *, number: int, geometry: Geometry, touched: set[Connection]
-    ) -> None:
+    def __init__(self, connection: socket.socket, *, number: int, geometry: Geometry, touched: set[Connection]) -> None:
         self.socket = connection
         self.number = number
         self.peer = sockets.peer_credentials(connection)

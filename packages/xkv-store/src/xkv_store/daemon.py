@@ -75,9 +75,7 @@ def _serve(options: argparse.Namespace) -> None:
         grace_ms=options.grace_ms,
     )
     gateway = Gateway(
-        GatewayOptions(
-            socket=options.socket, card=card, io_threads=options.io_threads, linger_s=options.linger_s
-        )
+        GatewayOptions(socket=options.socket, card=card, io_threads=options.io_threads, linger_s=options.linger_s)
     )
     try:
         log.info("serving %s", gateway.open(card_first=True))

@@ -80,9 +80,7 @@ class Desk:
     def accept(self, accepted: socket.socket) -> None:
         """A new connection."""
         self._numbers += 1
-        connection = Connection(
-            accepted, number=self._numbers, geometry=self._card.geometry, touched=self.touched
-        )
+        connection = Connection(accepted, number=self._numbers, geometry=self._card.geometry, touched=self.touched)
         self.connections[accepted.fileno()] = connection
         self.touched.add(connection)
         session = connection.session

@@ -139,9 +139,7 @@ class Engines(Generic[Session]):
             engine.ring.identity,
             engine.control.identity,
         ):
-            raise Refusal(
-                RefusedCode.RING, "the ring handed over is not the one that this engine's other sessions use"
-            )
+            raise Refusal(RefusedCode.RING, "the ring handed over is not the one that this engine's other sessions use")
 
     def _plan(self, hello: Hello) -> tuple[RankRegions, ...]:
         try:

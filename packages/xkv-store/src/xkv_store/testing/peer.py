@@ -70,9 +70,7 @@ class Peer:
         """Say Hello as a rank, and map the ring."""
         self.hello(engine=engine, rank=rank, world_size=world_size, fds=fds)
         self.welcome = self.receive(wire.Welcome)
-        self.ring = Ring.adopt(
-            os.dup(self.fds[0]), slots=self.welcome.ring_slots, slot_bytes=self.welcome.slot_bytes
-        )
+        self.ring = Ring.adopt(os.dup(self.fds[0]), slots=self.welcome.ring_slots, slot_bytes=self.welcome.slot_bytes)
         return self.welcome
 
     def send(self, message: wire.FromClient, fds: Sequence[int] = ()) -> None:
