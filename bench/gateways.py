@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 MIB: Final = 1 << 20
 READY_S_MAX: Final = 120.0  # far beyond any bar: a start that takes so long has failed
 END_S_MAX: Final = 30.0
+LINGER_S: Final = 60.0  # a gateway whose benchmark was killed ends by itself
 ENGINE: Final = "bench"
 # Mapped files that are shared, or the kernel's to give up: everything else is the gateway's own.
 SHARED: Final = {"ring": "memfd:xkv-ring", "table": "memfd:xkv-table", "index": "data.mdb"}
@@ -46,7 +47,8 @@ class BenchGateway:
 
     def __init__(self, folder: Path, words: Sequence[str]) -> None:
         command = [sys.executable, "-m", "xkv_store.cli", "gateway", "run", "--json"]
-        command += ["--card", str(folder / "card"), "--socket-dir", str(folder / "sockets"), *words]
+        command += ["--card", str(folder / "card"), "--socket-dir", str(folder / "sockets")]
+        command += ["--linger-s", str(LINGER_S), *words]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         with (folder / "gateway.log").open("ab") as log:
             started = time.monotonic()
