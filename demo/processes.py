@@ -138,6 +138,7 @@ def child_environment(environ: Mapping[str, str], place: Place, target: str) -> 
         "VLLM_CACHE_ROOT": str(root),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        "TMPDIR": str(place.folder),  # what vLLM and torch leave behind goes with the folder
     }
 
 
