@@ -249,6 +249,7 @@ class EngineServer:
         self._folder = folder
         self._socket = folder / "engines.sock"
         self._engines: list[Engine] = []
+        self.model_runners: dict[str, int] = {}  # how many engines ran which
         self._starts = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "server.log"
@@ -311,6 +312,8 @@ class EngineServer:
         log = self._folder / f"engine-{self._starts}.log"
         engine = self._child(config.message(log), log)
         self._engines.append(engine)
+        runner = engine.description["model_runner"]
+        self.model_runners[runner] = self.model_runners.get(runner, 0) + 1
         return engine
 
     def write_model(self, shape: Shape, folder: Path) -> Path:

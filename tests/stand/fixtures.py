@@ -19,11 +19,20 @@ from stand.engines import EngineServer
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+RUNNERS = pytest.StashKey[dict[str, int]]()
+
 
 @pytest.fixture(scope="session")
-def stand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stand]:
+def stand(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Stand]:
     """The target's engines, for the whole run."""
     folder = tmp_path_factory.mktemp("stand")
     vllm_home = Path(os.environ.get("VLLM_CACHE_ROOT", folder / "vllm"))
     with EngineServer(python=sys.executable, folder=folder / "engines", vllm_home=vllm_home) as server:
         yield Stand(server, folder / "models")
+    pytestconfig.stash[RUNNERS] = server.model_runners
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say which model runner ran: a release may choose another one by itself."""
+    for runner, engines in config.stash.get(RUNNERS, {}).items():
+        terminalreporter.write_line(f"{engines} engines ran {runner}")
