@@ -168,7 +168,7 @@ KEYS: tuple[Key, ...] = (
     Key(
         name="xkv.io_threads",
         kind="int",
-        default=4,
+        default=8,
         low=1,
         high=64,
         scope="path",

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 JOBS_PER_LANE_MAX: Final = 16_384  # four rings of 1 GiB full of one-slot objects; more is shed or busy
 LOADS_IN_A_ROW_MAX: Final = 8  # so many loads may pass a waiting store; then one store goes
-IO_THREADS_DEFAULT: Final = 4  # enough in flight to keep one NVMe busy while another thread makes checksums
+IO_THREADS_DEFAULT: Final = 8  # some make checksums, some wait for the index to be flushed: 4 fell short of the medium
 IO_THREADS_MAX: Final = 64
 JOIN_S_MAX: Final = 10.0  # one read or write that a device does not end must not hold up the end for ever
 
