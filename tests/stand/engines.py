@@ -1,4 +1,4 @@
-"""The client's side of the engine server: how a test or the demo starts, drives, stops and kills engines.
+"""The client's side of the engine server: how a test starts, drives, stops and kills engines.
 
 Owns: the server's process, the connections to its children, every bound on waiting for them.
 Must not know: vLLM (it is imported in the server alone) or what an answer ought to be.
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SERVER_START_S_MAX = 180.0  # importing vLLM: 12 to 26 s with idle cores
 ENGINE_START_S_MAX = 240.0  # an architecture's first start inspects its class in a process of its own
-REQUEST_S_MAX = 240.0  # the demo's cold prompt, with busy cores
+REQUEST_S_MAX = 240.0  # a few seconds of computing, with busy cores and a load that times out
 STOP_S_MAX = 30.0  # a stopped engine's process is gone after this, or it is killed
 SETTLE_S_MAX = 20.0  # a few dozen megabytes, on a disk that others use
 POLL_S = 0.05
@@ -301,10 +301,6 @@ class EngineServer:
                 sys.stderr.write(f"--- {log}\n{log_tail(log)}\n")
             raise
         return child
-
-    def connect_once(self) -> None:
-        """Wait until vLLM is imported."""
-        self._connect().close()
 
     def engine(self, config: EngineConfig) -> Engine:
         """A new engine in a new process, ready; EngineError when vLLM or the spec refuses."""

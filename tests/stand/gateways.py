@@ -177,7 +177,7 @@ class EmbeddedCard:
             "xkv.socket_dir": str(self._sockets),
             "xkv.capacity_bytes": capacity_bytes,
             "xkv.linger_s": linger_s,
-            "xkv.ring_bytes": ring_bytes,
+            "xkv.ring_bytes": RING_BYTES,
         }
 
     @property
@@ -193,18 +193,12 @@ class EmbeddedCard:
         except UserError:
             return None
 
-    def status(self) -> dict[str, Any]:
-        """The gateway's own account."""
-        with contextlib.closing(Tool(self.socket)) as tool:
-            found: dict[str, Any] = json.loads(tool.status())
-        return found
-
-    def end_gateway(self, *, kill: bool = False) -> int | None:
+    def end_gateway(self) -> int | None:
         """End the gateway that serves the card, if one does, and wait for its end; its process id."""
         pid = self.gateway_pid()
         if pid is not None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL if kill else signal.SIGTERM)
+                os.kill(pid, signal.SIGTERM)
             try:
                 await_end(pid, END_S_MAX)
             except StandError:

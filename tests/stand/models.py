@@ -119,27 +119,7 @@ MLA = Shape(
     },
 )
 
-# Large enough that computing a prompt of some thousand tokens takes two cores many times as long as restoring it.
-DEMO = Shape(
-    name="llama-demo",
-    config_class="LlamaConfig",
-    model_class="LlamaForCausalLM",
-    config={
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "vocab_size": 4096,
-        "max_position_embeddings": 8192,
-        "initializer_range": 0.06,
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-    },
-)
-
-SHAPES = {shape.name: shape for shape in (LLAMA, GEMMA, MLA, DEMO)}
+SHAPES = {shape.name: shape for shape in (LLAMA, GEMMA, MLA)}
 
 
 def prompt(shape: Shape, *, tokens: int, seed: int) -> list[int]:
