@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES
 
 from .layout import ObjectLayout, spans
@@ -164,11 +165,14 @@ class DeviceMover:
 def make_mover(*, tensors: Sequence[Any], staging_bytes: int, layouts: Sequence[ObjectLayout]) -> Mover:
     """The mover for `tensors` (int8, one row per block), all on one device.
 
-    Raises ValueError if a chunk does not fit the staging area, naming the key to change.
+    Raises UserError if a chunk does not fit the staging area.
     """
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return HostMover([tensor.numpy().view(np.uint8) for tensor in tensors])
     largest = max(layout.chunk_bytes for layout in layouts)
     if largest > staging_bytes:
-        raise ValueError(f"xkv.staging_bytes = {staging_bytes} is less than one chunk ({largest} bytes)")
+        raise UserError(
+            f"xkv.staging_bytes = {staging_bytes} is less than one chunk ({largest} bytes): make it larger, or give a "
+            "smaller blocks_per_chunk"
+        )
     return DeviceMover(tensors, largest)
