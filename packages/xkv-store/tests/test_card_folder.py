@@ -281,6 +281,27 @@ def test_a_lost_index_is_made_anew_from_the_slots(options: CardOptions, damage: 
     driver.card.abandon()
 
 
+@pytest.mark.parametrize(
+    ("end", "boot", "rebuilt"),
+    [("kill", "same", False), ("kill", "other", True), ("clean", "same", False), ("clean", "other", False)],
+)
+def test_an_index_that_a_machine_left_open_is_made_anew(
+    options: CardOptions, monkeypatch: pytest.MonkeyPatch, end: str, boot: str, rebuilt: bool
+) -> None:
+    # Commits are not synced: what a power loss leaves of the index may look sound and be none.
+    driver = filled(options)
+    if end == "clean":
+        driver.close()
+    else:
+        driver.card.abandon()
+    if boot == "other":
+        monkeypatch.setattr(card_folder, "kernel_boot_id", lambda: b"another machine!")
+    driver = CardDriver(any_of(options))
+    assert driver.card.status()["index_rebuilt"] is rebuilt
+    assert held(driver) == list(range(10))
+    driver.close()
+
+
 def test_an_incomplete_generation_is_not_rebuilt(options: CardOptions) -> None:
     driver = filled(options, range(1))
     plan = driver.put(key_of(20), b"x" * 3 * PAYLOAD)

@@ -198,7 +198,7 @@ def test_a_ceiling_is_kept(index: Index) -> None:
 
 
 def test_files_are_private(index: Index, folder: Path) -> None:
-    index.sync()
+    index.end_cleanly()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
 

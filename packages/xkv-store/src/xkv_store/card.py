@@ -367,7 +367,7 @@ class Card:
                 self.confirmed(batch)
             for database in self._databases:
                 database.sync()
-            self._index.sync()
+            self._index.end_cleanly()
         finally:
             self.abandon()
 

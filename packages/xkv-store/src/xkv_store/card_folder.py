@@ -20,7 +20,7 @@ from pathlib import Path
 from .database import Database, device_bytes, new_superblock, read_superblock
 from .errors import MediumError, UserError
 from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE_MAX, Geometry
-from .index import DamagedIndexError, Index, Meta
+from .index import CLOSED, DamagedIndexError, Index, Meta
 from .layout import Superblock
 from .recovery import Loaded, fill, load, rebuild
 
@@ -289,7 +289,12 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
         index, loaded, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
         meta = index.meta()
         generation = max(meta.generation_ceiling, int(loaded.generations.max(initial=0)))
-        meta = replace(meta, generation_ceiling=generation + GENERATIONS_PER_CEILING, boots=meta.boots + 1)
+        meta = replace(
+            meta,
+            generation_ceiling=generation + GENERATIONS_PER_CEILING,
+            boots=meta.boots + 1,
+            open_in=kernel_boot_id(),
+        )
         index.set_meta(meta)
         log.info("card %s: %d objects in %d slots", one.card_uuid.hex(), len(loaded.tags), sum(slots))
     except BaseException:
@@ -391,6 +396,13 @@ def _check_meta(meta: Meta, folder: Path, databases: Sequence[Database], geometr
         )
     if (meta.slot_bytes, meta.databases) != (geometry.slot_bytes, len(databases)):
         raise DamagedIndexError("it tells of another geometry")
+    if meta.open_in not in (CLOSED, kernel_boot_id()):
+        raise DamagedIndexError("the machine ended while it was open")
+
+
+def kernel_boot_id() -> bytes:
+    """16 bytes that are the kernel's for as long as the machine runs (proc(5), random/boot_id)."""
+    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
 
 
 def _rebuild_index(folder: Path, databases: Sequence[Database], geometry: Geometry) -> None:

@@ -14,7 +14,7 @@ import os
 import struct
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -35,6 +35,8 @@ INDEX_BYTES_PER_SLOT = 512  # objects (key, record) + order (key, object key), i
 SCAN_BATCH = 131_072  # entries read at a time at the start: some 40 MB of Python objects
 READERS_MAX = 8  # transactions of this one process
 
+CLOSED = bytes(16)
+
 _U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _META_MAGIC = 0xBEEFC0DE
 _META = struct.Struct("<16xII8xQ")  # page header, magic, version, address, map size
@@ -44,13 +46,17 @@ _META_LAST_PAGE = struct.Struct("<136xQQ")  # last page, transaction
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What the index says of its card."""
+    """What the index says of its card.
+
+    `open_in`: the kernel's boot id (16 bytes) of the machine that has it open, CLOSED after a clean end.
+    """
 
     card_uuid: bytes
     slot_bytes: int
     databases: int
     generation_ceiling: int
     boots: int
+    open_in: bytes = CLOSED
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +145,7 @@ class Index:
                 max_dbs=len(NAMED_DATABASES),
                 max_readers=READERS_MAX,
                 max_spare_txns=2,
-                metasync=False,
+                sync=False,
                 readahead=False,
             )
             return cls(folder, env, map_bytes_max=likely_bytes * 16)
@@ -211,11 +217,11 @@ class Index:
         """What the index says of its card; DamagedIndexError, or UserError for another format version."""
         with self._lock, _Reading(self._folder):
             reader = self._read()
-            names = (b"format", b"card_uuid", b"slot_bytes", b"databases", b"generation_ceiling", b"boots")
+            names = (b"format", b"card_uuid", b"slot_bytes", b"databases", b"generation_ceiling", b"boots", b"open_in")
             values = [reader.get(name, db=self._meta, default=b"") for name in names]
         if not all(values):
             raise DamagedIndexError("its meta entries are missing")
-        version, card_uuid, slot_bytes, databases, ceiling, boots = values
+        version, card_uuid, slot_bytes, databases, ceiling, boots, open_in = values
         try:
             if _U16.unpack(version)[0] != FORMAT_VERSION:
                 raise UserError(
@@ -228,6 +234,7 @@ class Index:
                 _U16.unpack(databases)[0],
                 _U64.unpack(ceiling)[0],
                 _U64.unpack(boots)[0],
+                open_in,
             )
         except struct.error as error:
             raise DamagedIndexError(f"its meta entries are damaged ({error})") from error
@@ -237,7 +244,8 @@ class Index:
     def apply(self, changes: Iterable[Change], generation_ceiling: int | None = None) -> None:
         """Apply `changes` in order in one transaction; MediumError, and nothing applied, if that fails.
 
-        With a ceiling, it is durable when this returns; changes alone may be lost with a machine's power.
+        With a ceiling, it is durable when this returns. Changes alone survive this process, not the machine: what a
+        power loss leaves of the environment is not trusted (`Meta.open_in`).
         """
         changes = list(changes)
         try:
@@ -259,6 +267,7 @@ class Index:
             b"databases": _U16.pack(meta.databases),
             b"generation_ceiling": _U64.pack(meta.generation_ceiling),
             b"boots": _U64.pack(meta.boots),
+            b"open_in": meta.open_in,
         }
         try:
             with self._env.begin(write=True) as transaction:
@@ -279,12 +288,13 @@ class Index:
                         transaction.put(_order_key(record), key, db=self._order)
         self.refresh()
 
-    def sync(self) -> None:
-        """Make everything applied durable."""
+    def end_cleanly(self) -> None:
+        """Make everything applied durable, and then that it is: the next open trusts it, also after a power loss."""
         try:
             self._env.sync(True)
         except (lmdb.Error, OSError) as error:
             raise _as_medium_error(error, f"syncing the index {self._folder}") from error
+        self.set_meta(replace(self.meta(), open_in=CLOSED))
 
     def map_bytes(self) -> int:
         """The size of the map: what the index may grow to before the map grows."""

@@ -247,7 +247,7 @@ def fill(index: Index, rebuilt: Rebuilt) -> None:
     changes = [SetObject(key, pack_record(record)) for key, record in sorted(rebuilt.objects.items())]
     for begin in range(0, len(changes), CHANGES_PER_TRANSACTION):
         index.apply(changes[begin : begin + CHANGES_PER_TRANSACTION])
-    index.sync()
+    index.end_cleanly()
     index.refresh()
 
 
