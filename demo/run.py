@@ -31,7 +31,7 @@ from demo.processes import DemoError, Place, card_status, child, temporary_place
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-PROMPT_TOKENS: Final = 4_100
+PROMPT_TOKENS: Final = 8_196
 NEW_TOKENS: Final = 16
 BLOCK_SIZE: Final = 32
 BLOCKS_PER_CHUNK: Final = 16
@@ -50,11 +50,11 @@ MODEL: Final[Mapping[str, object]] = {
     "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 4096,
-    "max_position_embeddings": 8192,
+    "max_position_embeddings": 16_384,
     "initializer_range": 0.05,
     "tie_word_embeddings": False,
 }
-CARD_BYTES: Final = 256 << 20  # some fifteen times what the prompt leaves
+CARD_BYTES: Final = 256 << 20  # some eight times what the prompt leaves
 RING_BYTES: Final = 64 << 20
 LINGER_S: Final = 120.0  # from one engine's end to the next one's start; it is asked to stop at the end
 
