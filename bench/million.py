@@ -57,7 +57,7 @@ def make_card(folder: Path, hashes: list[bytes]) -> None:
     changes.sort(key=lambda change: change.key)
     for begin in range(0, len(changes), CHANGES_PER_TRANSACTION):
         index.apply(changes[begin : begin + CHANGES_PER_TRANSACTION])
-    index.sync()
+    index.end_cleanly()
     index.close()
 
 

@@ -39,6 +39,7 @@ EVICTION_STEPS_MAX = 1_024  # entries of the order looked at in one call: about 
 COMMIT_RETRY_NS = 1_000_000_000  # after a failed commit: a full or failing device is not mended sooner
 TICK_SOON_NS = 1_000_000  # more to evict than one call may: come back soon, but let others go first
 PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or more, which keep a device busy
+BYTES_AT_ONCE = 8 << 20  # sealed, then written (read, then proved): the medium waits for a part, not a whole object
 TABLE_ENTRIES_PER_SLOT = 2  # half empty at most full: a probe or two for each lookup
 LOG_INTERVAL_NS = 10_000_000_000
 DESCRIPTOR_BYTES_MAX = 65_536  # a message of the protocol
@@ -325,8 +326,9 @@ class Card:
         `slots` are whole, page-aligned ring slots, one per fragment, which nobody else touches meanwhile.
         """
         assert len(slots) == plan.fragments
+        slots_max = self._slots_at_once()
         identity = self._identity(plan)
-        for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments)):
+        for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments, slots_max)):
             if count == 1:
                 reached("put.mid_write")
             sealed = [
@@ -344,7 +346,7 @@ class Card:
             raise PeerError(f"{len(slots)} fragments from {first_fragment} on, of an object that has {plan.fragments}")
         identity = self._identity(plan)
         views = filled(slots, plan.length, self.geometry, first_fragment)
-        for piece in pieces(plan.extents, first_fragment, len(slots)):
+        for piece in pieces(plan.extents, first_fragment, len(slots), self._slots_at_once()):
             begin = piece.fragment - first_fragment
             self._databases[piece.database].read(piece.slot, views[begin : begin + piece.slots])
             for fragment in range(piece.fragment, piece.fragment + piece.slots):
@@ -383,6 +385,9 @@ class Card:
 
     def _identity(self, plan: ObjectPlan) -> Identity:
         return Identity(self.uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)
+
+    def _slots_at_once(self) -> int:
+        return max(1, BYTES_AT_ONCE // self.geometry.slot_bytes)
 
     def _record(self, encoded: bytes) -> Record | None:
         """The present record of a key; an index that cannot be read makes a miss, counted."""

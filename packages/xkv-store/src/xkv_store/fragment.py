@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import CorruptObject
-from .geometry import HEADER_BYTES, Geometry
+from .geometry import FRAGMENTS_MAX, HEADER_BYTES, Geometry
 from .layout import (
     BadBytesError,
     Extent,
@@ -41,15 +41,19 @@ class Piece(NamedTuple):
     slots: int
 
 
-def pieces(extents: Iterable[Extent], first_fragment: int, fragments: int) -> list[Piece]:
-    """Where `fragments` fragments from `first_fragment` on lie, in their order."""
+def pieces(
+    extents: Iterable[Extent], first_fragment: int, fragments: int, slots_max: int = FRAGMENTS_MAX
+) -> list[Piece]:
+    """Where `fragments` fragments from `first_fragment` on lie, in their order; at most `slots_max` in a piece."""
     found = []
     end_fragment = first_fragment + fragments
     at = 0
     for database, slot, slots in extents:
         begin, end = max(at, first_fragment), min(at + slots, end_fragment)
-        if begin < end:
-            found.append(Piece(database, slot + begin - at, begin, end - begin))
+        found += [
+            Piece(database, slot + start - at, start, min(slots_max, end - start))
+            for start in range(begin, end, slots_max)
+        ]
         at += slots
     return found
 
