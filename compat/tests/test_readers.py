@@ -186,6 +186,12 @@ def test_live_reader_agrees(
     }
 
 
+def test_a_file_that_is_too_deep_for_the_parser_is_a_broken_one(make_tree: Callable[[dict[str, str]], Path]) -> None:
+    tree = Tree(make_tree({"deep.py": "x = " + "-" * 200_000 + "1\n"}))
+    with pytest.raises(BrokenVLLM, match=r"deep\.py:0"):
+        tree.module("vllm.deep")
+
+
 def test_a_missing_module_is_absent_and_a_broken_one_an_error(
     make_tree: Callable[[dict[str, str]], Path], run_live: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

@@ -69,8 +69,8 @@ class Tree:
             return ast.parse(path.read_bytes(), filename=str(path))
         except SyntaxError as error:
             raise BrokenVLLM(module, f"{path}:{error.lineno or 0}: {error.msg}") from error
-        except (OSError, ValueError) as error:
-            raise BrokenVLLM(module, f"{path}:0: {error}") from error
+        except (OSError, ValueError, MemoryError, RecursionError) as error:  # the last two: too deep for the parser
+            raise BrokenVLLM(module, f"{path}:0: {type(error).__name__} {error}") from error
 
 
 class SourceReader:

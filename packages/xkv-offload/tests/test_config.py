@@ -60,12 +60,43 @@ def test_all_faults_are_named_at_once() -> None:
         parse({"xkv.one": 1, "xkv.two": 2})
 
 
-def test_look_alikes_warn(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("xkv_port", "xkv.port"),
+        ("xkv-ring-bytes", "xkv.ring_bytes"),
+        ("xvk.port", "xkv.port"),
+        (" xkv.port", "xkv.port"),
+        ("XKV.PORT", "xkv.port"),
+        ("xkvport", "xkv.port"),
+    ],
+)
+def test_look_alikes_warn(caplog: pytest.LogCaptureFixture, name: str, meant: str) -> None:
     with caplog.at_level(logging.WARNING):
-        parse({"xkv_port": 1, "xkv-ring-bytes": 2, "block_size": 3})
-    assert "'xkv.port'" in caplog.text
-    assert "'xkv.ring_bytes'" in caplog.text
-    assert "block_size" not in caplog.text
+        parse({name: 1})
+    assert repr(name) in caplog.text
+    assert repr(meant) in caplog.text
+
+
+def test_vllms_own_keys_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        parse(
+            dict.fromkeys(("block_size", "spec_name", "spec_module_path", "blocks_per_chunk", "offload_prompt_only"), 1)
+        )
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("key", ["xkv.path", "xkv.socket_dir"])
+@pytest.mark.parametrize("text", ["~nosuchuser/x", "a\0b", "a\ud800"])
+def test_a_folder_that_can_be_none_is_an_error_that_names_the_key(key: str, text: str) -> None:
+    with pytest.raises(UserError, match=key):
+        parse({key: text})
+
+
+def test_a_long_value_is_not_repeated_whole() -> None:
+    with pytest.raises(UserError) as caught:
+        parse({"xkv.port": "x" * 100_000})
+    assert len(str(caught.value)) < 1_000
 
 
 def test_the_documentation_is_the_table() -> None:

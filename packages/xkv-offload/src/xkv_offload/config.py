@@ -9,6 +9,7 @@ import difflib
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -21,6 +22,7 @@ from .config_table import BY_NAME, KEYS, Key
 logger = logging.getLogger(__name__)
 
 PREFIX = "xkv."
+SHOWN_CHARACTERS_MAX = 200  # of a wrong value: an error is one line
 RING_SLOTS_MIN = 4  # of one rank: fewer leave no room for a put and a get at once
 
 
@@ -64,9 +66,9 @@ def parse(extra_config: Mapping[str, object]) -> Config:
         raise UserError("kv_connector_extra_config: " + "; ".join(faults))
     values: dict[str, object] = {key.field: given.get(key.name, key.default) for key in KEYS}
     if values["port"] is None:
-        values["path"] = Path(str(values["path"] or default_card())).expanduser()
+        values["path"] = _folder("xkv.path", str(values["path"] or default_card()))
     if values["socket_dir"] is not None:
-        values["socket_dir"] = Path(str(values["socket_dir"])).expanduser()
+        values["socket_dir"] = _folder("xkv.socket_dir", str(values["socket_dir"]))
     if values["load_reserve_bytes"] is None:
         values["load_reserve_bytes"] = cast("int", values["ring_bytes"]) // 4
     values["linger_s"] = float(cast("float", values["linger_s"]))
@@ -79,11 +81,28 @@ def default_card() -> Path:
     return Path(base).expanduser() / "xkv" / "card"
 
 
+def _folder(name: str, text: str) -> Path:
+    """A path with its `~` resolved; UserError where there is no such home or it can be no path at all."""
+    try:
+        folder = Path(text).expanduser()
+        with suppress(OSError):  # it need not exist yet
+            folder.stat()
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"kv_connector_extra_config: {name} = {_shown(text)} cannot be a folder ({error})") from error
+    return folder
+
+
+def _shown(value: object) -> str:
+    """The value for an error, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS_MAX else f"{text[:SHOWN_CHARACTERS_MAX]}… ({len(text)} characters)"
+
+
 def _fault(name: str, value: object) -> str | None:
     key = BY_NAME.get(name)
     if key is None:
         near = difflib.get_close_matches(name, BY_NAME, n=1, cutoff=0.0)
-        return f"unknown key {name!r} (value {value!r}); the nearest key is {near[0]!r}"
+        return f"unknown key {_shown(name)} (value {_shown(value)}); the nearest key is {near[0]!r}"
     if _type_fits(key, value) and _in_range(key, value):
         if name == "xkv.fragment_bytes" and (cast("int", value) + HEADER_BYTES) % IO_STEP_BYTES:
             low = (cast("int", value) + HEADER_BYTES) // IO_STEP_BYTES * IO_STEP_BYTES - HEADER_BYTES
@@ -92,7 +111,7 @@ def _fault(name: str, value: object) -> str | None:
                 f"near it: {low} or {low + IO_STEP_BYTES}"
             )
         return None
-    return f"{name} = {value!r} is not allowed: it must be {key.allowed}"
+    return f"{name} = {_shown(value)} is not allowed: it must be {key.allowed}"
 
 
 def _type_fits(key: Key, value: object) -> bool:
@@ -134,10 +153,12 @@ def _contradictions(given: Mapping[str, object]) -> list[str]:
 
 
 def _warn_of_look_alikes(extra_config: Mapping[str, object]) -> None:
+    """Warn of keys that are not ours and look as if they were meant to be."""
     for name in extra_config:
-        plain = name.lower().replace("-", "_")
-        if not name.startswith(PREFIX) and plain.startswith("xkv"):
-            wanted = PREFIX + plain.removeprefix("xkv").lstrip("_.")
+        plain = name.strip().lower().replace("-", ".").replace("_", ".")
+        meant = plain.startswith("xkv") or difflib.SequenceMatcher(None, plain.split(".")[0], "xkv").ratio() > 0.6
+        if not name.startswith(PREFIX) and meant:
+            wanted = PREFIX + plain.split(".", 1)[-1].removeprefix("xkv").replace(".", "_")
             near = difflib.get_close_matches(wanted, BY_NAME, n=1, cutoff=0.0)
             logger.warning(
                 "kv_connector_extra_config: %r is ignored; xkv's keys begin with 'xkv.': did you mean %r?",
