@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import queue
+import resource
 import select
 import threading
 import time
@@ -92,7 +93,11 @@ class FakeGateway:
         while not self._stop:
             self.rounds += 1
             watched = [self.listener.socket, *(self.connections if self.reads else ())]
-            ready, _, _ = select.select(watched, [], [], 0.01)
+            poll = select.poll()
+            for own in watched:
+                poll.register(own, select.POLLIN)
+            numbers = {number for number, _ in poll.poll(10)}
+            ready = [own for own in watched if own.fileno() in numbers]
             if self.beats and self.engine is not None:
                 self.engine.control.beat(time.monotonic_ns())
             for own in ready:
@@ -298,6 +303,58 @@ def test_a_gateway_that_starts_a_moment_later_is_found(attachment: Attachment, p
     client.close()
     timer.join()
     lives[0].hang_up()
+
+
+@pytest.fixture
+def many_descriptors() -> Iterator[None]:
+    """More open descriptors than select() takes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4_096, hard), hard))
+    fds = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while fds[-1] <= 1_100:
+            fds.append(os.dup(fds[0]))
+        yield
+    finally:
+        for fd in fds:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.usefixtures("many_descriptors")
+def test_an_engine_of_many_descriptors_finds_its_gateway_again(path: Path, attachment: Attachment) -> None:
+    """Otherwise the client's thread dies at the first pause, and every lookup misses for good."""
+    with serving(path):
+        client = Client.attach(attachment)
+    try:
+        wait_until(lambda: not client.alive())
+        time.sleep(0.1)  # some pauses
+        with serving(path):
+            wait_until(client.alive)
+    finally:
+        client.close()
+
+
+def test_whatever_fails_in_the_thread_it_goes_on(
+    path: Path, attachment: Attachment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise one surprise makes every lookup of this engine a miss until it is restarted."""
+    failures = iter([OSError("first"), ValueError("second")])
+
+    def pause(_client: Client, _pause_ms: float) -> None:
+        failure = next(failures, None)
+        if failure is not None:
+            raise failure
+
+    with serving(path):
+        client = Client.attach(attachment)
+    try:
+        monkeypatch.setattr(Client, "_pause", pause)
+        wait_until(lambda: "second" in caplog.text)
+        with serving(path):
+            wait_until(client.alive)
+    finally:
+        client.close()
 
 
 @pytest.mark.parametrize(

@@ -345,7 +345,12 @@ class Client:
             attempt = 0 if self._epoch > epoch else attempt + 1
             if self._goes_on():
                 # The jitter keeps ranks apart; nothing depends on its quality.
-                self._pause(retry_ms(attempt, random.random()))  # noqa: S311
+                pause_ms = retry_ms(attempt, random.random())  # noqa: S311
+                try:
+                    self._pause(pause_ms)
+                except Exception:
+                    log.exception("waiting for the gateway on %s failed", self._attachment.socket)
+                    time.sleep(pause_ms / 1_000)  # nobody would start this thread again: it goes on
 
     def _goes_on(self) -> bool:
         return not self._closing and not self._is_final
@@ -496,7 +501,9 @@ class Client:
             log.warning("%s", problem)
 
     def _pause(self, pause_ms: float) -> None:
-        select.select([self._wake_fd], [], [], pause_ms / 1_000)
+        poll = select.poll()  # select() takes no descriptor above 1,023, and an engine may have more
+        poll.register(self._wake_fd, select.POLLIN)
+        poll.poll(pause_ms)
         self._drain_wake()
 
     def _drain_wake(self) -> None:

@@ -25,6 +25,12 @@ ANSWER_S_MAX: Final = 10.0  # a gateway that opens a card of a million entries a
 END_S_MAX: Final = 60.0  # the drain's bound, the last commit and the card's sync, with room
 
 
+def _is_readable(watched: socket.socket | int, wait_s: float) -> bool:
+    poll = select.poll()  # select() takes no descriptor above 1,023
+    poll.register(watched, select.POLLIN)
+    return bool(poll.poll(wait_s * 1_000))
+
+
 class Tool:
     """An attached tool; close it (`contextlib.closing`)."""
 
@@ -75,8 +81,7 @@ class Tool:
             self._send(wire.Stop(self._asked))
             self._await(wire.Done)
             watched = self._connection if process is None else process
-            readable, _, _ = select.select([watched], [], [], END_S_MAX)
-            return bool(readable)
+            return _is_readable(watched, END_S_MAX)
         finally:
             if process is not None:
                 os.close(process)
@@ -92,8 +97,7 @@ class Tool:
     def _await(self, kind: type[Answer]) -> Answer:
         deadline = time.monotonic() + ANSWER_S_MAX
         while (left_s := deadline - time.monotonic()) > 0:
-            readable, _, _ = select.select([self._connection], [], [], left_s)
-            if not readable:
+            if not _is_readable(self._connection, left_s):
                 break
             message = self._receive(self._connection)
             if isinstance(message, kind):
