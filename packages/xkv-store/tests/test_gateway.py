@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import resource
 import socket as sockets_of_python
 import time
 from pathlib import Path
@@ -320,3 +321,26 @@ def test_a_client_that_does_not_read_is_dropped(connect: Callable[[], Peer]) -> 
     counters = status_of(witness)["counters"]
     assert isinstance(counters, dict)
     assert counters["sessions_not_reading"] == 1
+
+
+def test_without_descriptors_a_client_is_refused_and_the_gateway_lives(tmp_path: Path) -> None:
+    """EMFILE out of the loop would end every session on the machine."""
+    with running_gateway(tmp_path, slot_bytes=SLOT_BYTES) as gateway:
+        resource.prlimit(gateway.pid, resource.RLIMIT_NOFILE, (64, 64))
+        peers: list[Peer] = []
+        answers: list[wire.FromGateway | None] = []
+        try:
+            for number in range(24):
+                peers.append(Peer(Path(gateway.ready["socket"]), geometry=GEOMETRY))
+                peers[-1].hello(engine=f"engine {number}")
+                answers.append(peers[-1].next())
+            refused = [one for one in answers if isinstance(one, wire.Refused)]
+            assert {one.code for one in refused} == {RefusedCode.SESSIONS}
+            assert sum(isinstance(one, wire.Welcome) for one in answers) >= 4
+            assert isinstance(answers[0], wire.Welcome)
+            peers[0].send(wire.AskStatus(1))
+            assert json.loads(peers[0].receive(wire.Status).text)["draining"] is False
+            assert gateway.alive
+        finally:
+            for peer in peers:
+                peer.close()

@@ -90,6 +90,7 @@ def test_hello_asks_the_gateway_to_decide() -> None:
         (wire.MAGIC + b"\x92\xa5Hello\x09", 0, RefusedCode.VERSION),
         (hello(fragment_bytes=4_096 - 1_024), 0, RefusedCode.FRAGMENT_BYTES),
         (hello(rank=2), 0, RefusedCode.PROTOCOL),
+        (hello(Role.SCHEDULER, rank=1), 0, RefusedCode.PROTOCOL),
         (hello(world_size=0), 0, RefusedCode.PROTOCOL),
         (hello(world_size=wire.RANKS_MAX + 1), 0, RefusedCode.PROTOCOL),
         (hello(), 1, RefusedCode.PROTOCOL),

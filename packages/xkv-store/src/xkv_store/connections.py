@@ -42,6 +42,7 @@ class Connection:
         self.since_s = time.monotonic()
         self.engine: Engine[Connection] | None = None
         self.party: Party | None = None
+        self.welcome_fds: tuple[int, ...] = ()  # duplicates that its Welcome takes along
         self.left = False  # its queued work has been withdrawn
         self.closing_since_s: float | None = None  # nothing touches its slots any more; only answers go out
         self.interest = 0  # what the selector was told
@@ -80,9 +81,8 @@ class Connection:
         return sockets.receive(self.socket)
 
     def queue(self, message: wire.FromGateway, fds: Sequence[int] = ()) -> None:
-        """Send a message as soon as the peer has room for it."""
-        # Its own duplicates: the engine may be gone, and the numbers given to others, before they are sent.
-        self._outbox.append((wire.encode(message), tuple(os.dup(fd) for fd in fds)))
+        """Send a message as soon as the peer has room for it. Owns `fds` from here on."""
+        self._outbox.append((wire.encode(message), tuple(fds)))
         self._touched.add(self)
 
     @property
@@ -118,6 +118,8 @@ class Connection:
     def close(self) -> None:
         """Close the socket and what would have been sent."""
         self.forget_answers()
+        _close_all(self.welcome_fds)
+        self.welcome_fds = ()
         self.socket.close()
 
     @property

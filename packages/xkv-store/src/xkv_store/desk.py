@@ -9,8 +9,10 @@ one, its engine's ring are given up; its last answers go out; the socket is clos
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import resource
 import time
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -25,7 +27,7 @@ from .transfers import Party
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from .card import Card
     from .session import Actions
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+DESCRIPTORS_SPARE: Final = 16  # below the process's limit: an engine's admission takes 8, whoever else opens files has some
 PARKED_S_MAX: Final = 1.5  # a Hello waits so long for the old session's last I/O; clients wait 2 s for an answer
 STATUS_SESSIONS_MAX: Final = 200  # sessions that a status lists; they and the counters fit one message
 STATUS_ENGINE_ID_CHARS_MAX: Final = 64  # of the engine id in that list
@@ -100,6 +103,11 @@ class Desk:
             )
             self.perform(connection, session.refuse(wire.RefusedCode.PEER, reason))
 
+    def _refuse_for_descriptors(self, connection: Connection) -> None:
+        self.counters["refused_sessions"] += 1
+        reason = "the gateway has no file descriptors left; raise its limit (ulimit -n)"
+        self.perform(connection, connection.session.refuse(wire.RefusedCode.SESSIONS, reason))
+
     def readable(self, connection: Connection, packets_max: int) -> None:
         """Take in what the peer has sent, up to a number of packets."""
         for _ in range(packets_max):
@@ -158,8 +166,8 @@ class Desk:
 
     def _send(self, connection: Connection, message: wire.FromGateway) -> None:
         fds: tuple[int, ...] = ()
-        if isinstance(message, wire.Welcome) and connection.engine is not None:
-            fds = (connection.engine.ring.fd, connection.engine.control.fd, self._table_fd)
+        if isinstance(message, wire.Welcome):
+            fds, connection.welcome_fds = connection.welcome_fds, ()
         connection.queue(message, fds)
 
     def _answer(self, connection: Connection, action: actions_of.Action) -> None:
@@ -204,8 +212,25 @@ class Desk:
         if holder is not None and self._leaving(holder) and time.monotonic() < until_s:
             self._parked.append((connection, hello, fds, until_s))
             return
+        if connection.socket.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_SPARE:
+            for fd in fds:
+                os.close(fd)
+            self._refuse_for_descriptors(connection)
+            return
         try:
             engine = self.engines.attach(hello, fds, connection)
+            try:
+                # Its own duplicates: the engine may be gone, and the numbers given to others, before they are sent.
+                connection.welcome_fds = _duplicates((engine.ring.fd, engine.control.fd, self._table_fd))
+            except OSError:
+                self.engines.detach(engine, hello.role, hello.rank)
+                raise
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            log.warning("refused engine %s: %s", hello.engine_id, error.strerror)
+            self._refuse_for_descriptors(connection)
+            return
         except Refusal as refusal:
             self.counters[f"refused_{refusal.code.value}"] += 1
             self.perform(connection, connection.session.refuse(refusal.code, refusal.reason))
@@ -323,6 +348,18 @@ class Desk:
             "sessions": [_session_status(connection) for connection in attached[:STATUS_SESSIONS_MAX]],
             "counters": {**self.counters, **self._transfers.counters},
         }
+
+
+def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:
+    made: list[int] = []
+    try:
+        for fd in fds:
+            made.append(os.dup(fd))  # noqa: PERF401  those made are closed where one fails
+    except OSError:
+        for fd in made:
+            os.close(fd)
+        raise
+    return tuple(made)
 
 
 def _party(connection: Connection) -> Party:

@@ -6,10 +6,11 @@ Must not know: sockets, puts and gets. A refusal is a value with a code and a re
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from .control import ControlPage
 from .errors import PeerError, UserError
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 Session = TypeVar("Session")
+_NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE)  # not the ring's fault: the caller refuses for want of places
 
 
 class Refusal(Exception):  # noqa: N818  an answer to a Hello, not a fault
@@ -64,7 +66,7 @@ class Engines(Generic[Session]):
         return engine.sessions.get((hello.role, hello.rank)) if engine else None
 
     def attach(self, hello: Hello, fds: Sequence[int], session: Session) -> Engine[Session]:
-        """Give a session its place, made or taken over; raises Refusal. Owns `fds` from here on."""
+        """Give a session its place, made or taken over; raises Refusal, OSError for want of descriptors. Owns `fds`."""
         left = list(fds)
         try:
             self._check(hello, fds)
@@ -158,12 +160,21 @@ class Engines(Generic[Session]):
         try:
             ring = Ring.create(slots, self._slot_bytes)
         except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                raise
             raise Refusal(RefusedCode.RING, f"no ring of {hello.ring_bytes} bytes: {error.strerror}") from error
+        except PeerError as error:  # it cannot be mapped
+            raise Refusal(RefusedCode.RING, str(error)) from error
         try:
             control = ControlPage.create(hello.world_size, self._boot_id)
         except OSError as error:
             ring.close()
+            if error.errno in _NO_DESCRIPTORS:
+                raise
             raise Refusal(RefusedCode.RING, f"no control page: {error.strerror}") from error
+        except PeerError as error:
+            ring.close()
+            raise Refusal(RefusedCode.RING, str(error)) from error
         return Engine(hello, ring, control, plan)
 
     def _take_over(self, hello: Hello, fds: list[int]) -> Engine[Session]:
@@ -176,6 +187,9 @@ class Engines(Generic[Session]):
             raise Refusal(RefusedCode.RING, str(error)) from error
         try:
             control = ControlPage.attach(fds.pop(0), ranks=hello.world_size)
+        except OSError:
+            ring.close()
+            raise
         except PeerError as error:
             ring.close()
             raise Refusal(RefusedCode.RING, str(error)) from error

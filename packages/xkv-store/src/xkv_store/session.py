@@ -282,6 +282,8 @@ class GatewaySession:
         if message.role is not Role.TOOL:
             if not 0 < message.world_size <= RANKS_MAX or message.rank >= message.world_size:
                 raise PeerError(f"rank {message.rank} of {message.world_size}")
+            if message.role is Role.SCHEDULER and message.rank != 0:
+                raise PeerError(f"a scheduler of rank {message.rank}: an engine has one, its rank is 0")
             if message.fragment_bytes != self._geometry.fragment_bytes:
                 return self.refuse(
                     RefusedCode.FRAGMENT_BYTES,
