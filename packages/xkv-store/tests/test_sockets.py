@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -176,6 +177,34 @@ def test_other_programs_are_left_alone(folder: Path) -> None:
     with pytest.raises(UserError, match="not a socket"):
         Listener.open(path)
     assert path.read_text() == "a file"
+
+
+def test_another_gateways_socket_outlives_our_end(folder: Path) -> None:
+    """Somebody tidied the folder by hand and started a second gateway: the first one's end may not make it deaf."""
+    path = folder / "1.sock"
+    first = Listener.open(path)
+    path.unlink()
+    path.with_name("1.sock.lock").unlink()
+    second = Listener.open(path)
+    first.close()
+    client = sockets.connect(path)
+    assert client is not None
+    client.close()
+    second.close()
+    assert not path.exists()
+
+
+def test_a_full_file_system_is_one_line_and_leaves_nothing(folder: Path) -> None:
+    """An empty lock file would stay for good, and a traceback tells nobody to make room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))  # no file takes a byte
+    try:
+        with pytest.raises(UserError, match="make room"):
+            Listener.open(folder / "1.sock")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(folder.iterdir())
+    Listener.open(folder / "1.sock").close()
 
 
 def test_a_group_that_is_none(folder: Path) -> None:

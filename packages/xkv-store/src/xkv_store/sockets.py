@@ -159,6 +159,7 @@ class Listener:
         self.path = path
         self.socket = listening
         self._lock_fd = lock_fd
+        self._identity = _identity(path)
 
     @classmethod
     def open(cls, path: Path, *, group: str | None = None, shared: bool = False) -> Listener:
@@ -193,13 +194,26 @@ class Listener:
         return connection
 
     def close(self) -> None:
-        """Stop listening, remove the socket, drop the lock (in that order: nobody else was there before)."""
+        """Stop listening, remove the socket, drop the lock (in that order: nobody else was there before).
+
+        Where somebody has removed socket and lock by hand, the path may be another gateway's by now: it stays.
+        """
         if self._lock_fd < 0:
             return
+        is_ours = _identity(self.path) == self._identity  # asked while our socket keeps its inode's number taken
         self.socket.close()
-        self.path.unlink(missing_ok=True)
+        if is_ours:
+            self.path.unlink(missing_ok=True)
         os.close(self._lock_fd)
         self._lock_fd = -1
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _take_lock(path: Path) -> int:
@@ -220,8 +234,16 @@ def _take_lock(path: Path) -> int:
             f"a gateway{named} already listens on {path}; use it, or stop it with `xkv gateway stop`, or "
             "take another port"
         ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, str(os.getpid()).encode(), 0)
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+    except OSError as error:
+        lock.unlink(missing_ok=True)  # before the lock goes: until then nobody else has it
+        os.close(fd)
+        raise UserError(
+            f"{lock} cannot be written ({error.strerror}); make room, or name another folder with xkv.socket_dir "
+            "or --socket-dir"
+        ) from error
     return fd
 
 
