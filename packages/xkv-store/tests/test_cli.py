@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -106,6 +107,23 @@ def test_run_status_stop(tmp_path: Path, shell: Shell) -> None:
         assert gateway.wait(10) == 0
     assert "no gateway answers" in shell.mistake("gateway", "status", *place)
     assert "no gateway answers" in shell.mistake("gateway", "stop", *place)
+
+
+def test_a_process_of_many_descriptors_asks_and_stops(tmp_path: Path, shell: Shell) -> None:
+    """select() takes no descriptor above 1,023; a program that calls these commands may have more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with running_gateway(tmp_path) as gateway:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(4_096, hard), hard))
+        fds = [os.open(os.devnull, os.O_RDONLY)]
+        try:
+            while fds[-1] <= 1_100:
+                fds.append(os.dup(fds[0]))
+            code = shell.run("gateway", "stop", "--socket", gateway.ready["socket"])[0]
+        finally:
+            for fd in fds:
+                os.close(fd)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert code == 0
 
 
 def test_bad_values_say_what_to_type(tmp_path: Path, shell: Shell) -> None:
