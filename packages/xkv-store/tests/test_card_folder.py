@@ -16,7 +16,7 @@ from xkv_store.card import Card, CardOptions, PutPlan
 from xkv_store.card_folder import open_folder
 from xkv_store.errors import MediumError, UserError
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES
-from xkv_store.index import Index, SetObject
+from xkv_store.index import Index, Meta, SetObject
 from xkv_store.key import ObjectKey
 from xkv_store.layout import Extent, Record, pack_record
 from xkv_store.testing.cards import CardDriver
@@ -416,3 +416,80 @@ def test_a_medium_that_fails_at_the_start_is_one_line(options: CardOptions, monk
         open_folder(any_of(options))
     monkeypatch.undo()
     CardDriver(any_of(options)).close()
+
+
+@pytest.mark.parametrize("at", ["objects", "first write"])
+def test_damage_that_ends_the_process_is_mended_by_the_next_start(
+    options: CardOptions, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """LMDB aborts on some pages: without a mark every start would die of the same page."""
+    filled(options).card.abandon()
+
+    class DeadError(BaseException):
+        """As good as an abort."""
+
+    def died(*_: object) -> None:
+        raise DeadError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*((card_folder, "load") if at == "objects" else (Index, "set_meta")), died)
+        patch.setattr(card_folder, "trust", lambda _: None)  # a dead process takes nothing away
+        with pytest.raises(DeadError):
+            open_folder(any_of(options))
+    driver = CardDriver(any_of(options))
+    assert driver.card.status()["index_rebuilt"]
+    assert held(driver) == list(range(10))
+    driver.card.abandon()
+    driver = CardDriver(any_of(options))
+    assert not driver.card.status()["index_rebuilt"], "a kill of a sound gateway is no damage"
+    driver.close()
+
+
+@pytest.mark.parametrize("name", [b"boots", b"generation_ceiling"])
+def test_counters_beyond_all_counting_are_damage(options: CardOptions, name: bytes) -> None:
+    filled(options).close()
+    with lmdb.open(str(options.folder / "index"), max_dbs=4) as env, env.begin(write=True) as transaction:
+        transaction.put(name, b"\xff" * 8, db=env.open_db(b"meta", transaction))
+    driver = CardDriver(any_of(options))
+    assert driver.card.status()["index_rebuilt"]
+    assert held(driver) == list(range(10))
+    driver.close()
+
+
+def test_damage_found_by_the_first_write_is_mended_at_once(
+    options: CardOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(options).close()
+    real, calls = Index.set_meta, []
+
+    def first_fails(index: Index, meta: Meta) -> None:
+        calls.append(meta)
+        if len(calls) == 1:
+            raise MediumError(errno.EIO, "MDB_CORRUPTED")
+        real(index, meta)
+
+    monkeypatch.setattr(Index, "set_meta", first_fails)
+    driver = CardDriver(any_of(options))
+    assert driver.card.status()["index_rebuilt"]
+    assert held(driver) == list(range(10))
+    driver.close()
+
+
+@pytest.mark.parametrize(("error", "rebuilt"), [(lmdb.CorruptedError("x"), True), (lmdb.DiskError("full"), False)])
+def test_damage_met_at_run_time_is_mended_by_the_next_start(
+    options: CardOptions, monkeypatch: pytest.MonkeyPatch, error: lmdb.Error, rebuilt: bool
+) -> None:
+    """That is what the error's text promises."""
+    driver = filled(options)
+
+    def failing(*_: object) -> bool:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "_try", failing)
+        with pytest.raises(MediumError):
+            driver.card._index.apply([SetObject(b"k", b"r")])
+    driver.card.abandon()
+    driver = CardDriver(any_of(options))
+    assert driver.card.status()["index_rebuilt"] is rebuilt
+    driver.close()

@@ -6,6 +6,7 @@ opening and mending. Must not know puts, gets or sessions.
 A folder with the file `making` holds a card that was never finished, so that nothing in it can be lost.
 """
 
+import errno
 import fcntl
 import logging
 import os
@@ -20,7 +21,7 @@ from pathlib import Path
 from .database import Database, device_bytes, new_superblock, read_superblock
 from .errors import MediumError, UserError
 from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE_MAX, Geometry
-from .index import CLOSED, DamagedIndexError, Index, Meta
+from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
 from .layout import Superblock
 from .recovery import Loaded, fill, load, rebuild
 
@@ -33,6 +34,7 @@ GRACE_MS_DEFAULT = 5_000
 GRACE_MS_MAX = 600_000
 
 _LOCK, _MAKING, _INDEX = "lock", "making", "index"
+_NO_DAMAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # an index anew would meet the same
 
 
 class CardInUseError(UserError):
@@ -281,28 +283,16 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
     one = superblocks[0]
     geometry = Geometry(one.slot_bytes)
     databases: list[Database] = []
-    index: Index | None = None
     try:
         for number in range(one.databases):
             databases.append(Database.open(_database_path(folder, number)))  # noqa: PERF401 -- closed on an error
-        slots = [database.superblock.slots for database in databases]
-        index, loaded, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
-        meta = index.meta()
-        generation = max(meta.generation_ceiling, int(loaded.generations.max(initial=0)))
-        meta = replace(
-            meta,
-            generation_ceiling=generation + GENERATIONS_PER_CEILING,
-            boots=meta.boots + 1,
-            open_in=kernel_boot_id(),
-        )
-        index.set_meta(meta)
-        log.info("card %s: %d objects in %d slots", one.card_uuid.hex(), len(loaded.tags), sum(slots))
+        index, loaded, meta, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
     except BaseException:
         for database in databases:
             database.close()
-        if index is not None:
-            index.close()
         raise
+    slots_total = sum(database.superblock.slots for database in databases)
+    log.info("card %s: %d objects in %d slots", one.card_uuid.hex(), len(loaded.tags), slots_total)
     return Opened(
         lock_fd,
         one.card_uuid,
@@ -310,7 +300,7 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
         databases,
         index,
         loaded,
-        generation,
+        meta.generation_ceiling - GENERATIONS_PER_CEILING,
         meta.generation_ceiling,
         meta.boots,
         rebuilt,
@@ -366,26 +356,59 @@ def _relink(folder: Path, paths: Sequence[Path]) -> None:
 
 def _open_index(
     folder: Path, databases: Sequence[Database], geometry: Geometry, *, rebuild_index: bool
-) -> tuple[Index, Loaded, bool]:
-    """The index, read and checked; made anew from the slots where it is missing or damaged."""
+) -> tuple[Index, Loaded, Meta, bool]:
+    """The index, read, checked and taken; made anew from the slots where it is missing or damaged."""
     if not rebuild_index:
         try:
             return *_load_index(folder, databases, geometry), False
         except (DamagedIndexError, MediumError) as error:
+            if not _is_damage(error):
+                raise
             log.warning("the index in %s is damaged (%s): making it anew from the slots", folder, error)
     _rebuild_index(folder, databases, geometry)
     return *_load_index(folder, databases, geometry), True
 
 
-def _load_index(folder: Path, databases: Sequence[Database], geometry: Geometry) -> tuple[Index, Loaded]:
+def _load_index(folder: Path, databases: Sequence[Database], geometry: Geometry) -> tuple[Index, Loaded, Meta]:
+    """Read the index and take it; doubted meanwhile, as some damage ends this process and only the next can tell."""
+    if is_doubted(folder / _INDEX):
+        raise DamagedIndexError("whoever used it last died of it, or found it damaged")
+    doubt(folder / _INDEX)
+    try:
+        taken = _take_index(folder, databases, geometry)
+    except BaseException as error:
+        if not _is_damage(error):
+            trust(folder / _INDEX)
+        raise
+    trust(folder / _INDEX)
+    return taken
+
+
+def _is_damage(error: BaseException) -> bool:
+    if isinstance(error, MediumError):
+        return error.errno not in _NO_DAMAGE
+    return isinstance(error, DamagedIndexError)
+
+
+def _take_index(folder: Path, databases: Sequence[Database], geometry: Geometry) -> tuple[Index, Loaded, Meta]:
     slots = [database.superblock.slots for database in databases]
     index = Index.open(folder / _INDEX, slots=sum(slots))
     try:
-        _check_meta(index.meta(), folder, databases, geometry)
-        return index, load(index, slots, geometry)
+        meta = index.meta()
+        _check_meta(meta, folder, databases, geometry)
+        loaded = load(index, slots, geometry)
+        generation = max(meta.generation_ceiling, int(loaded.generations.max(initial=0)))
+        meta = replace(
+            meta,
+            generation_ceiling=generation + GENERATIONS_PER_CEILING,
+            boots=meta.boots + 1,
+            open_in=kernel_boot_id(),
+        )
+        index.set_meta(meta)
     except BaseException:
         index.close()
         raise
+    return index, loaded, meta
 
 
 def _check_meta(meta: Meta, folder: Path, databases: Sequence[Database], geometry: Geometry) -> None:

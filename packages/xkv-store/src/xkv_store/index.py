@@ -36,6 +36,8 @@ SCAN_BATCH = 131_072  # entries read at a time at the start: some 40 MB of Pytho
 READERS_MAX = 8  # transactions of this one process
 
 CLOSED = bytes(16)
+_COUNTER_MAX = (1 << 63) - 1  # of generations and boots: more were never counted, and none can overflow
+_DOUBTED = "doubted"  # a file in the environment's folder while nobody may rely on it
 
 _U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
 _META_MAGIC = 0xBEEFC0DE
@@ -87,6 +89,23 @@ Change: TypeAlias = SetObject | RemoveObject | SetNamespace
 
 class DamagedIndexError(Exception):
     """The environment cannot be used: missing, cut off or not what LMDB expects. It is made anew from the slots."""
+
+
+def doubt(folder: Path) -> None:
+    """Leave a mark that the index in `folder` must not be opened: LMDB ends the process at some damage."""
+    with suppress(OSError):  # the mark only saves whoever opens the index next from finding out by himself
+        os.close(os.open(folder / _DOUBTED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+
+def trust(folder: Path) -> None:
+    """Take the mark away."""
+    with suppress(OSError):
+        (folder / _DOUBTED).unlink()
+
+
+def is_doubted(folder: Path) -> bool:
+    """Whether the mark is there."""
+    return os.path.lexists(folder / _DOUBTED)
 
 
 class Index:
@@ -228,7 +247,7 @@ class Index:
                     f"{self._folder} is an index of format version {_U16.unpack(version)[0]}, this program knows "
                     f"version {FORMAT_VERSION}: use the release of xkv that made it, or another folder"
                 )
-            return Meta(
+            meta = Meta(
                 card_uuid,
                 _U32.unpack(slot_bytes)[0],
                 _U16.unpack(databases)[0],
@@ -238,6 +257,9 @@ class Index:
             )
         except struct.error as error:
             raise DamagedIndexError(f"its meta entries are damaged ({error})") from error
+        if max(meta.generation_ceiling, meta.boots) > _COUNTER_MAX:
+            raise DamagedIndexError("its counters are beyond all that can have been counted")
+        return meta
 
     # --- writing: the committer -----------------------------------------------------------------------------
 
@@ -256,7 +278,7 @@ class Index:
             if generation_ceiling is not None:
                 self._env.sync(True)
         except (lmdb.Error, OSError) as error:
-            raise _as_medium_error(error, f"writing the index {self._folder}") from error
+            raise _as_medium_error(error, "writing the index", self._folder) from error
 
     def set_meta(self, meta: Meta) -> None:
         """Write what the index says of its card, durably."""
@@ -275,7 +297,7 @@ class Index:
                     transaction.put(name, value, db=self._meta)
             self._env.sync(True)
         except (lmdb.Error, OSError) as error:
-            raise _as_medium_error(error, f"writing the index {self._folder}") from error
+            raise _as_medium_error(error, "writing the index", self._folder) from error
         self.refresh()
 
     def restore_order(self) -> None:
@@ -293,7 +315,7 @@ class Index:
         try:
             self._env.sync(True)
         except (lmdb.Error, OSError) as error:
-            raise _as_medium_error(error, f"syncing the index {self._folder}") from error
+            raise _as_medium_error(error, "syncing the index", self._folder) from error
         self.set_meta(replace(self.meta(), open_in=CLOSED))
 
     def map_bytes(self) -> int:
@@ -370,7 +392,7 @@ class _Reading:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, lmdb.Error):
-            raise _as_medium_error(error, f"reading the index {self._folder}") from error
+            raise _as_medium_error(error, "reading the index", self._folder) from error
 
 
 def _order_key(record: bytes) -> bytes:
@@ -378,7 +400,14 @@ def _order_key(record: bytes) -> bytes:
     return pack_order_key(family, position, generation)
 
 
-def _as_medium_error(error: lmdb.Error | OSError, what: str) -> MediumError:
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.IncompatibleError, lmdb.CursorFullError)
+
+
+def _as_medium_error(error: lmdb.Error | OSError, doing: str, folder: Path) -> MediumError:
+    """The medium's error; where LMDB has met damage, the next start makes the index anew."""
+    what = f"{doing} {folder}"
+    if isinstance(error, _DAMAGE):
+        doubt(folder)
     if isinstance(error, OSError):
         return MediumError.of(error, what)
     if isinstance(error, lmdb.DiskError) or "No space" in str(error):
