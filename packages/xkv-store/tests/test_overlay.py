@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from xkv_store.index import Index, Meta, RemoveObject, SetObject
+from xkv_store.index import Index, Meta, RemoveObject, SetNamespace, SetObject
 from xkv_store.key import ObjectKey
 from xkv_store.layout import Extent, Record
 from xkv_store.limbo import Ghost
-from xkv_store.overlay import Overlay
+from xkv_store.overlay import NAMESPACES_QUEUED_MAX, Overlay
 
 
 @pytest.fixture
@@ -113,3 +113,61 @@ def test_a_damaged_record_is_a_miss(index: Index) -> None:
     with index._env.begin(write=True) as transaction:
         transaction.put(key_of(1), b"junk", db=index._objects)
     assert Overlay(index).record(key_of(1)) is None
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def test_namespaces_are_bounded_and_the_oldest_leaves(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a bound they fill the index, and then every put fails."""
+    monkeypatch.setattr("xkv_store.overlay.NAMESPACES_MAX", 3)
+    overlay = Overlay(index)
+    for number in range(3):
+        overlay.set_namespace(name_of(number), b"{}")
+        commit(overlay, index)
+    overlay.set_namespace(name_of(0), b"{}")
+    assert len(overlay) == 0, "an unchanged one is not written again, but it is used"
+    overlay.set_namespace(name_of(3), b"{}")
+    commit(overlay, index)
+    assert set(index.namespaces()) == {name_of(0), name_of(2), name_of(3)}
+    again = Overlay(index)
+    again.set_namespace(name_of(2), b"{}")
+    assert again.take() is None, "what a former life has written is not written again"
+
+
+def test_a_card_with_too_many_namespaces_heals(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.apply([SetNamespace(name_of(number), b"{}") for number in range(9)])
+    index.refresh()
+    monkeypatch.setattr("xkv_store.overlay.NAMESPACES_MAX", 3)
+    commit(Overlay(index), index)
+    assert len(index.namespaces()) == 3
+
+
+def test_namespaces_that_wait_are_bounded_also_while_commits_fail(index: Index) -> None:
+    overlay = Overlay(index)
+    for number in range(100):
+        overlay.set_namespace(name_of(number), b"{}")
+        if number % 10 == 0:
+            batch = overlay.take()
+            assert batch is not None
+            overlay.undo(batch)
+        assert len(overlay) <= NAMESPACES_QUEUED_MAX
+    commit(overlay, index)
+    assert set(index.namespaces()) == {name_of(number) for number in range(84, 100)}
+    overlay.set_namespace(name_of(1), b"{}")
+    commit(overlay, index)
+    assert name_of(1) in index.namespaces(), "one that was passed over is written when it is published again"
+
+
+def test_a_removal_of_a_namespace_that_failed_is_tried_again(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xkv_store.overlay.NAMESPACES_MAX", 1)
+    overlay = Overlay(index)
+    overlay.set_namespace(name_of(1), b"{}")
+    commit(overlay, index)
+    overlay.set_namespace(name_of(2), b"{}")
+    batch = overlay.take()
+    assert batch is not None
+    overlay.undo(batch)
+    commit(overlay, index)
+    assert set(index.namespaces()) == {name_of(2)}

@@ -84,7 +84,14 @@ class SetNamespace:
     descriptor: bytes
 
 
-Change: TypeAlias = SetObject | RemoveObject | SetNamespace
+@dataclass(frozen=True, slots=True)
+class RemoveNamespace:
+    """The identity behind a namespace is not kept any more."""
+
+    namespace: bytes
+
+
+Change: TypeAlias = SetObject | RemoveObject | SetNamespace | RemoveNamespace
 
 
 class DamagedIndexError(Exception):
@@ -353,6 +360,8 @@ class Index:
                 transaction.delete(key, db=self._objects)
             case SetNamespace(namespace, descriptor):
                 transaction.put(namespace, descriptor, db=self._namespaces)
+            case RemoveNamespace(namespace):
+                transaction.delete(namespace, db=self._namespaces)
 
     def _forget_order(self, transaction: lmdb.Transaction[bytes], key: bytes) -> None:
         old = transaction.get(key, db=self._objects)

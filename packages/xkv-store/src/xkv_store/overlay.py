@@ -4,18 +4,24 @@ Owns the ordered queue of changes, the overlay that answers for them, and turnin
 know slots, the medium, the table or policy. Main thread only; the committer sees a batch and nothing else.
 """
 
+import hashlib
 from collections import deque
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from .errors import MediumError
 from .geometry import RANK_MAX
-from .index import Change, Index, RemoveObject, SetNamespace, SetObject
+from .index import Change, Index, RemoveNamespace, RemoveObject, SetNamespace, SetObject
 from .layout import BadBytesError, Record, pack_record, parse_record
 from .limbo import Ghost
 
 CHANGES_PER_BATCH_MAX = 4_096  # a transaction of some 20 ms: what a confirmation may wait for another
 CHANGES_QUEUED_MAX = 65_536  # beyond this nothing new is admitted: the index does not keep up, or fails
+
+NAMESPACES_MAX = 1_024  # on a card: at 60 KB each some 64 MB of the smallest index's 256; models in use are a handful
+NAMESPACES_QUEUED_MAX = 16  # not yet committed: an engine adopts one; bounds a batch and what waits while commits fail
+NAMESPACES_REMOVED_MAX = 256  # in one batch, where a card has too many
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +55,15 @@ class Overlay:
     def __init__(self, index: Index) -> None:
         self._index = index
         self._entries: dict[bytes, _Entry] = {}
-        self._namespaces: dict[bytes, bytes] = {}
+        self._known = _known_namespaces(index)  # namespace -> digest of its descriptor; those not used longest first
+        self._namespaces: dict[bytes, bytes] = {}  # to be committed, newest last
         self._queue: deque[Step] = deque()
         self._batch: CommitBatch | None = None
         self._ceiling: int | None = None
 
     def __len__(self) -> int:
         """Changes that are not yet committed."""
-        return len(self._queue) + (len(self._batch.steps) if self._batch else 0)
+        return len(self._queue) + len(self._namespaces) + (len(self._batch.steps) if self._batch else 0)
 
     @property
     def full(self) -> bool:
@@ -91,10 +98,14 @@ class Overlay:
         self._push(key, Step(RemoveObject(key), 0, [ghost]), None)
 
     def set_namespace(self, namespace: bytes, descriptor: bytes) -> None:
-        """Queue a namespace's descriptor, unless it is known."""
-        if self._namespaces.get(namespace) != descriptor:
+        """Queue a namespace's descriptor, unless it is known. Of many that wait, the newest are written."""
+        digest = _digest(descriptor)
+        former = self._known.pop(namespace, None)
+        self._known[namespace] = digest
+        if former != digest:
+            self._namespaces.pop(namespace, None)
             self._namespaces[namespace] = descriptor
-            self._queue.append(Step(SetNamespace(namespace, descriptor)))
+            self._bound_namespaces()
 
     def raise_ceiling(self, generation_ceiling: int) -> None:
         """Have a new ceiling of generations made durable with the next batch."""
@@ -102,9 +113,12 @@ class Overlay:
 
     def take(self) -> CommitBatch | None:
         """The next batch; None where there is nothing to commit, or the last batch has not come back."""
-        if self._batch is not None or not (self._queue or self._ceiling is not None):
+        if self._batch is not None:
             return None
-        steps = [self._queue.popleft() for _ in range(min(len(self._queue), CHANGES_PER_BATCH_MAX))]
+        steps = self._take_namespaces()
+        if not (steps or self._queue or self._ceiling is not None):
+            return None
+        steps += [self._queue.popleft() for _ in range(min(len(self._queue), CHANGES_PER_BATCH_MAX))]
         self._batch = CommitBatch(tuple(steps), self._ceiling)
         self._ceiling = None
         return self._batch
@@ -147,10 +161,37 @@ class Overlay:
                     self._entries[key] = (removal, None)
                 undone.append((step.change, removal, present))
                 again.append(removal)
-            else:
+            elif isinstance(step.change, RemoveObject):
                 again.append(step)
         self._queue.extendleft(reversed(again))
+        self._undo_namespaces(batch)
         return undone
+
+    def _take_namespaces(self) -> list[Step]:
+        steps = []
+        for _ in range(min(len(self._known) - NAMESPACES_MAX, NAMESPACES_REMOVED_MAX)):
+            oldest = next(iter(self._known))
+            del self._known[oldest]
+            self._namespaces.pop(oldest, None)
+            steps.append(Step(RemoveNamespace(oldest)))
+        steps += [Step(SetNamespace(*item)) for item in self._namespaces.items()]
+        self._namespaces.clear()
+        return steps
+
+    def _undo_namespaces(self, batch: CommitBatch) -> None:
+        """What was to be written is older than what waits by now, what was to be removed older than all."""
+        changes = [step.change for step in batch.steps]
+        written = {change.namespace: change.descriptor for change in changes if isinstance(change, SetNamespace)}
+        removed = {change.namespace: _UNKNOWN for change in changes if isinstance(change, RemoveNamespace)}
+        self._namespaces = written | self._namespaces
+        self._known = removed | self._known
+        self._bound_namespaces()
+
+    def _bound_namespaces(self) -> None:
+        while len(self._namespaces) > NAMESPACES_QUEUED_MAX:
+            oldest = next(iter(self._namespaces))
+            del self._namespaces[oldest]
+            self._known[oldest] = _UNKNOWN  # the next publishing writes it
 
     def _push(self, key: bytes, step: Step, record: Record | None) -> None:
         self._queue.append(step)
@@ -158,7 +199,7 @@ class Overlay:
 
     def _drop(self, step: Step) -> Record | None:
         """Take the step out of the overlay; the record that it stood for, if nothing later stands for the key."""
-        if isinstance(step.change, SetNamespace):
+        if isinstance(step.change, SetNamespace | RemoveNamespace):
             return None
         entry = self._entries.get(step.change.key)
         if entry is None or entry[0] is not step:
@@ -192,6 +233,20 @@ class Present:
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
         """Whether the chunk must stay for now."""
         return chunk_key in self.busy_chunks or any(record.generation in self.pinned for _, record in chunk)
+
+
+_UNKNOWN = b""  # no descriptor's digest
+
+
+def _digest(descriptor: bytes) -> bytes:
+    return hashlib.blake2b(descriptor, digest_size=16).digest()
+
+
+def _known_namespaces(index: Index) -> dict[bytes, bytes]:
+    try:
+        return {namespace: _digest(descriptor) for namespace, descriptor in index.namespaces().items()}
+    except MediumError:
+        return {}  # each is written again when it is published
 
 
 def _parse(packed: bytes) -> Record | None:
