@@ -35,7 +35,7 @@ class Shell:
     def mistake(self, *words: str | Path) -> str:
         """The one line that a user's mistake brings."""
         code, _, errors = self.run(*words)
-        assert code == 1, errors
+        assert code == 2, errors
         (line,) = [one for one in errors.splitlines() if one]
         assert line.startswith("xkv: ")
         return line
@@ -54,7 +54,7 @@ def test_sizes(text: str, size_bytes: int) -> None:
     assert parse_size_bytes("--capacity", text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "10 gallons", "1e3", "9999999TiB", "nan"])
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "0", "10 gallons", "1e3", "9999999TiB", "nan", "9" * 5_000])
 def test_what_is_no_size_says_so(text: str) -> None:
     with pytest.raises(UserError, match="--capacity"):
         parse_size_bytes("--capacity", text)
@@ -71,6 +71,9 @@ def test_sizes_for_people() -> None:
 def test_wrong_usage_is_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert "Traceback" not in capsys.readouterr().err
+    assert cli.main([*words, "--json"]) == 2
+    output, errors = capsys.readouterr()
+    assert errors == f"xkv: {json.loads(output)['error']}\n", "and a program gets one line of JSON"
 
 
 def test_help_is_code_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +86,7 @@ def test_a_mistake_is_one_line_and_no_traceback(tmp_path: Path) -> None:
     words = ["gateway", "status", "--json", "--socket", str(tmp_path / "none.sock")]
     command = [sys.executable, "-m", "xkv_store.cli", *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "no gateway answers" in json.loads(done.stdout)["error"]
     assert len(done.stderr.splitlines()) == 1
 

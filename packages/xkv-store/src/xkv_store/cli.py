@@ -1,7 +1,7 @@
 """`xkv`: the command line.
 
-Owns: the list of commands, the exit codes (0 done, 1 the user's mistake or a failure, 2 wrong usage), and that
-a mistake is one line and no traceback.
+Owns: the list of commands, the exit codes (0 done, 1 a failure, 2 the user's mistake), and that a mistake is one
+line and no traceback, for a program one line of JSON.
 Must not know: what a command does; each lives in a `commands_*` module with a `register(app)`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import typer
 
@@ -20,7 +20,8 @@ from .errors import MediumError, PeerError, UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-EXIT_MISTAKE: Final = 1
+EXIT_FAILURE: Final = 1
+EXIT_MISTAKE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
 app = typer.Typer(
@@ -33,24 +34,32 @@ app = typer.Typer(
 )
 commands_gateway.register(app)
 
+_USAGE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
+"""Some releases of typer bring click under a name of their own: this is its class by any name."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. The console script hands it to `sys.exit`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    output = Output(json="--json" in words)
     try:
-        app(args=words, prog_name="xkv")
+        code = app(args=words, prog_name="xkv", standalone_mode=not output.json)
     except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else EXIT_MISTAKE
-    except (UserError, MediumError, PeerError) as error:
-        Output(json="--json" in words).error(str(error))
+        return ended.code if isinstance(ended.code, int) else EXIT_FAILURE
+    except (UserError, _USAGE_ERROR) as error:
+        is_ours = isinstance(error, UserError)
+        output.error(str(error) if is_ours else cast("typer.BadParameter", error).format_message())
         return EXIT_MISTAKE
+    except (MediumError, PeerError) as error:
+        output.error(str(error))
+        return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         # Whoever read us has enough; Python would complain again while it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_MISTAKE
-    return 0
+        return EXIT_FAILURE
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ UNITS: Final[dict[str, int]] = {
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgt", start=1)},
     **{f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", start=1)},
 }
-_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE: Final = re.compile(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([A-Za-z]*)\s*")  # int() refuses thousands of digits
 SIZE_BYTES_MAX: Final = 1 << 60  # far above any card, far below an overflow of the formats
 
 
