@@ -15,6 +15,7 @@ import pytest
 
 from xkv_store import wire
 from xkv_store.control import ControlPage
+from xkv_store.gateway import fitting_json
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey, chunk_tag, tag_salt
 from xkv_store.ring import make_sealed_memory
@@ -344,3 +345,15 @@ def test_without_descriptors_a_client_is_refused_and_the_gateway_lives(tmp_path:
         finally:
             for peer in peers:
                 peer.close()
+
+
+def test_a_long_status_leaves_entries_out_and_stays_json() -> None:
+    """Cut text is of no use to anybody who parses it."""
+    status = {"sessions": ["s" * 300] * 300, "sessions_left_out": 7, "databases": [{"path": "d" * 4_000}] * 64}
+    text = fitting_json(status, ("sessions", "databases"))
+    assert len(text) <= wire.TEXT_BYTES_MAX
+    value = json.loads(text)
+    assert len(value["sessions"]) + value["sessions_left_out"] == 307
+    assert len(value["databases"]) + value["databases_left_out"] == 64
+    assert value["sessions"]
+    assert value["databases"]

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 DESCRIPTORS_SPARE: Final = 16  # below the process's limit: an engine's admission takes 8, others have some
 PARKED_S_MAX: Final = 1.5  # a Hello waits so long for the old session's last I/O; clients wait 2 s for an answer
-STATUS_SESSIONS_MAX: Final = 200  # sessions that a status lists; they and the counters fit one message
+STATUS_SESSIONS_MAX: Final = 200  # sessions that a status lists, as far as they fit one message
 STATUS_ENGINE_ID_CHARS_MAX: Final = 64  # of the engine id in that list
 
 
@@ -345,6 +345,7 @@ class Desk:
         return {
             "engines": len(self.engines),
             "sessions_total": len(attached),
+            "sessions_left_out": max(0, len(attached) - STATUS_SESSIONS_MAX),
             "sessions": [_session_status(connection) for connection in attached[:STATUS_SESSIONS_MAX]],
             "counters": {**self.counters, **self._transfers.counters},
         }

@@ -28,9 +28,10 @@ from .io_pool import IO_THREADS_DEFAULT, IoPool
 from .sockets import Listener
 from .testing.points import reached
 from .transfers import Transfers
-from .wire import HEARTBEAT_MS, PROTOCOL_VERSION, bounded_text
+from .wire import HEARTBEAT_MS, PROTOCOL_VERSION, TEXT_BYTES_MAX
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
     from types import FrameType
 
@@ -136,7 +137,7 @@ class Gateway:
         status["uptime_s"] = round(time.monotonic() - self._started_s, 1)
         desk = self._loop.status()
         status |= {**desk, "counters": {**status["counters"], **desk["counters"]}}
-        return bounded_text(json.dumps(status))
+        return fitting_json(status, ("sessions", "databases"))
 
     def close(self) -> None:
         """Close the card, then give the socket up. Idempotent; also after an `open` that failed."""
@@ -327,6 +328,19 @@ class _Loop:
             log.error("%d objects still in flight; ending without them", self._transfers.in_flight)
             return True
         return not self._transfers.in_flight and self._committer.idle and not self._desk.connections
+
+
+def fitting_json(status: dict[str, Any], lists: Sequence[str]) -> str:
+    """The status as JSON that a message holds: `lists` in it are shortened, and say by how much."""
+    status = dict(status)
+    while len(text := json.dumps(status)) > TEXT_BYTES_MAX:
+        name = max(lists, key=lambda name: len(json.dumps(status[name])))
+        entries = status[name]
+        assert entries, "what a status says beside its lists fits a message"
+        kept = entries[: len(entries) // 2]
+        status[name] = kept
+        status[f"{name}_left_out"] = status.get(f"{name}_left_out", 0) + len(entries) - len(kept)
+    return text
 
 
 def _raise_descriptor_limit() -> None:
