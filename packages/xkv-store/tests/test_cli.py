@@ -66,7 +66,13 @@ def test_sizes_for_people() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [["gateway", "fly"], ["gateway", "run"], ["gateway", "run", "--card", "x", "--port", "70000"], ["--nonsense"]],
+    [
+        ["gateway", "fly"],
+        ["gateway", "run"],
+        ["gateway", "run", "--card", "x", "--port", "70000"],
+        ["--nonsense"],
+        ["gateway", "run", "--card", "x", "--allow-uid", "99999999999999"],
+    ],
 )
 def test_wrong_usage_is_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
@@ -138,6 +144,26 @@ def test_bad_values_say_what_to_type(tmp_path: Path, shell: Shell) -> None:
     file = tmp_path / "file"
     file.touch()
     assert str(file) in shell.mistake("gateway", "run", "--socket-dir", tmp_path / "s", "--card", file / "card")
+
+
+def test_options_that_contradict_each_other(tmp_path: Path, shell: Shell) -> None:
+    """One of them would be ignored, and the user looks at another gateway or card than the one named."""
+    run = ("gateway", "run", "--socket-dir", tmp_path / "s", "--card", tmp_path / "card", "--capacity", "8MiB")
+    assert "exclude each other" in shell.mistake(*run, "--databases", "2", "--database", tmp_path / "x")
+    assert not (tmp_path / "card").exists()
+    for command in ("status", "stop"):
+        line = shell.mistake("gateway", command, "--card", tmp_path, "--port", "5557", "--socket", tmp_path / "y")
+        assert "--port and --card and --socket" in line
+        assert "--socket-dir" in shell.mistake("gateway", command, "--socket", "x", "--socket-dir", tmp_path)
+
+
+@pytest.mark.parametrize("option", ["--card", "--database", "--socket-dir"])
+def test_paths_that_are_none(tmp_path: Path, shell: Shell, option: str) -> None:
+    """An empty one would be the current folder; one that is no text cannot be said in JSON."""
+    run = ("gateway", "run", "--socket-dir", tmp_path / "s", "--card", tmp_path / "card", option)
+    assert f"{option} is empty" in shell.mistake(*run, "")
+    assert r"c\xff" in shell.mistake(*run, os.fsdecode(os.fsencode(tmp_path) + b"/c\xff"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_card_of_another_format_version_is_left_alone(tmp_path: Path, shell: Shell) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Optional
@@ -26,21 +27,50 @@ from .sizes import format_size, parse_size_bytes
 from .tool import Tool
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 PORT_CUSTOMARY: Final = 5557
+UID_MAX: Final = (1 << 32) - 2  # the last one means nobody in particular
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 gateway_app = typer.Typer(help="Run a gateway, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None)
 
+
+def _path(option: str) -> Callable[[str], Path]:
+    def parse(text: str) -> Path:
+        if not text:
+            raise UserError(f"{option} is empty: type the path; the current folder is .")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{option} {os.fsencode(text)!r} is not UTF-8: take a path whose name is") from error
+        return Path(text)
+
+    return parse
+
+
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The gateway's port: names its socket.")]
+PortOrElse = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=1, max=65535, help=f"The gateway's port [default: {PORT_CUSTOMARY}]."),
+]
 SocketDir = Annotated[
     Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
-    typer.Option(help="Folder of the sockets [default: $XDG_RUNTIME_DIR/xkv, else one of this user's own]."),
+    typer.Option(
+        parser=_path("--socket-dir"),
+        metavar="PATH",
+        help="Folder of the sockets [default: $XDG_RUNTIME_DIR/xkv, else one of this user's own].",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each value.")]
-CardFolder = Annotated[Optional[Path], typer.Option("--card", help="The embedded gateway of this card's folder.")]  # noqa: UP045
-SocketPath = Annotated[Optional[Path], typer.Option("--socket", help="The socket itself.")]  # noqa: UP045
+CardFolder = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--card", parser=_path("--card"), metavar="PATH", help="The embedded gateway of this card's folder."),
+]
+SocketPath = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--socket", parser=_path("--socket"), metavar="PATH", help="The socket itself."),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -50,7 +80,10 @@ def register(app: typer.Typer) -> None:
 
 @gateway_app.command()
 def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by name
-    card: Annotated[Path, typer.Option(help="Folder of the card; made where it is missing.")],
+    card: Annotated[
+        Path,
+        typer.Option(parser=_path("--card"), metavar="PATH", help="Folder of the card; made where it is missing."),
+    ],
     port: Port = PORT_CUSTOMARY,
     capacity: Annotated[
         Optional[str],  # noqa: UP045
@@ -62,7 +95,11 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     ] = None,
     database: Annotated[
         Optional[list[Path]],  # noqa: UP045
-        typer.Option(help="A file or block device of the card, once for each; instead of --databases."),
+        typer.Option(
+            parser=_path("--database"),
+            metavar="PATH",
+            help="A file or block device of the card, once for each; instead of --databases.",
+        ),
     ] = None,
     grace_ms: Annotated[
         int, typer.Option(min=0, max=GRACE_MS_MAX, help="How long an evicted object can still be read.")
@@ -75,7 +112,7 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     socket_dir: SocketDir = None,
     allow_uid: Annotated[
         Optional[list[int]],  # noqa: UP045
-        typer.Option(min=0, help="Another user that may attach; once for each."),
+        typer.Option(min=0, max=UID_MAX, help="Another user that may attach; once for each."),
     ] = None,
     socket_group: Annotated[
         Optional[str],  # noqa: UP045
@@ -88,6 +125,8 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     as_json: Json = False,
 ) -> None:
     """Serve a card until SIGTERM, SIGINT or `xkv gateway stop`; prints one line when it is ready."""
+    if database and databases is not None:
+        raise UserError("--databases and --database exclude each other: type how many files, or name each of them")
     output = Output(json=as_json)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     capacity_bytes = None if capacity is None else parse_size_bytes("--capacity", capacity)
@@ -127,7 +166,7 @@ def _ready_line(status: Mapping[str, object]) -> str:
 
 @gateway_app.command()
 def status(
-    port: Port = PORT_CUSTOMARY,
+    port: PortOrElse = None,
     socket_dir: SocketDir = None,
     card: CardFolder = None,
     socket: SocketPath = None,
@@ -141,7 +180,7 @@ def status(
 
 @gateway_app.command()
 def stop(
-    port: Port = PORT_CUSTOMARY,
+    port: PortOrElse = None,
     socket_dir: SocketDir = None,
     card: CardFolder = None,
     socket: SocketPath = None,
@@ -154,11 +193,17 @@ def stop(
         Output(json=as_json).value({"stopped": tool.pid}, f"gateway stopped (pid {tool.pid})")
 
 
-def _socket(port: int, socket_dir: Path | None, card: Path | None, socket: Path | None) -> Path:
+def _socket(port: int | None, socket_dir: Path | None, card: Path | None, socket: Path | None) -> Path:
     """The socket that these options name: the path itself, the card's embedded gateway, or the port's."""
+    named = {"--port": port, "--card": card, "--socket": socket}
+    given = [option for option, value in named.items() if value is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} each name a gateway: type one of them")
+    if socket is not None and socket_dir is not None:
+        raise UserError("--socket names the socket itself: leave --socket-dir out")
     if socket is not None:
         return socket
     folder = socket_dir or sockets.default_socket_dir()
     if card is not None:
         return sockets.socket_for_card(folder, card)
-    return sockets.socket_for_port(folder, port)
+    return sockets.socket_for_port(folder, PORT_CUSTOMARY if port is None else port)
