@@ -268,3 +268,18 @@ def test_drain_is_bounded_by_withdrawing_what_has_not_begun(
         valve.open.set()
         bench.thread.join(WAIT_S_MAX)
         assert not bench.thread.is_alive()
+
+
+def test_a_client_that_does_not_read_is_bounded_in_bytes(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4,096 statuses of a busy gateway are 150 MiB."""
+    monkeypatch.setattr(wire, "OUTBOX_BYTES_MAX", 65_536)
+    deadline = time.monotonic() + WAIT_S_MAX
+    asked = 0
+    with pytest.raises((BrokenPipeError, ConnectionResetError)):
+        while time.monotonic() < deadline:
+            try:
+                peer.socket.send(wire.encode(wire.AskStatus(asked)))
+                asked += 1
+            except BlockingIOError:
+                time.sleep(0.01)
+    assert asked < wire.OUTBOX_MESSAGES_MAX

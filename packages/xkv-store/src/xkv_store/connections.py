@@ -48,6 +48,7 @@ class Connection:
         self.interest = 0  # what the selector was told
         self._touched = touched  # whom the loop looks at when the round ends
         self._outbox: deque[tuple[bytes, tuple[int, ...]]] = deque()
+        self._outbox_bytes = 0
         self._stored: dict[int, list[wire.StoredObject]] = {}
         self._loaded: dict[int, list[wire.LoadedObject]] = {}
 
@@ -82,13 +83,15 @@ class Connection:
 
     def queue(self, message: wire.FromGateway, fds: Sequence[int] = ()) -> None:
         """Send a message as soon as the peer has room for it. Owns `fds` from here on."""
-        self._outbox.append((wire.encode(message), tuple(fds)))
+        data = wire.encode(message)
+        self._outbox.append((data, tuple(fds)))
+        self._outbox_bytes += len(data)
         self._touched.add(self)
 
     @property
     def overflowing(self) -> bool:
         """The peer does not read what it asked for."""
-        return len(self._outbox) > wire.OUTBOX_MESSAGES_MAX
+        return len(self._outbox) > wire.OUTBOX_MESSAGES_MAX or self._outbox_bytes > wire.OUTBOX_BYTES_MAX
 
     def flush(self) -> bool:
         """Send what the peer takes now; True when nothing is left."""
@@ -101,6 +104,7 @@ class Connection:
             except OSError as error:
                 raise PeerError(f"cannot send: {error.strerror}") from error
             outbox.popleft()
+            self._outbox_bytes -= len(data)
             _close_all(fds)
         return True
 
@@ -108,6 +112,7 @@ class Connection:
         """The peer is gone: what it would have been told is of no use."""
         while self._outbox:
             _close_all(self._outbox.popleft()[1])
+        self._outbox_bytes = 0
 
     def hung_up(self) -> bool:
         """Whether the peer has closed its end, read so far or not."""

@@ -32,6 +32,8 @@ HEARTBEAT_MS: Final = 100
 """How often a gateway writes the control page's heartbeat; small against the 3 s that a client waits."""
 OUTBOX_MESSAGES_MAX: Final = 4_096
 """Answers kept for a client that does not read; more ends its session."""
+OUTBOX_BYTES_MAX: Final = 16 << 20
+"""The same in bytes: statuses are long. The namespaces of an engine of 4,096 ranks, at 4 KB each, are the most."""
 SLOTS_PER_OBJECT_MAX: Final = 12_288
 """At most 5 bytes each, so that the largest object's message still fits (an object of 3 GiB)."""
 KEY_BYTES_MAX: Final = 55
