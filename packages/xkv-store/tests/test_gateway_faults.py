@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from xkv_store import gateway as gateway_module
-from xkv_store import io_pool, wire
+from xkv_store import connections, io_pool, wire
 from xkv_store.card import Card, CardOptions
 from xkv_store.database import Database
 from xkv_store.errors import MediumError
@@ -275,11 +275,49 @@ def test_a_client_that_does_not_read_is_bounded_in_bytes(peer: Peer, monkeypatch
     monkeypatch.setattr(wire, "OUTBOX_BYTES_MAX", 65_536)
     deadline = time.monotonic() + WAIT_S_MAX
     asked = 0
-    with pytest.raises((BrokenPipeError, ConnectionResetError)):
-        while time.monotonic() < deadline:
-            try:
-                peer.socket.send(wire.encode(wire.AskStatus(asked)))
-                asked += 1
-            except BlockingIOError:
-                time.sleep(0.01)
+    while (taken := try_to_ask(peer, asked)) is not None and time.monotonic() < deadline:
+        asked += taken
+    assert taken is None
     assert asked < wire.OUTBOX_MESSAGES_MAX
+
+
+def try_to_ask(peer: Peer, ask: int) -> int | None:
+    """Questions sent (1 or 0); None when the connection is gone."""
+    try:
+        peer.socket.send(wire.encode(wire.AskStatus(ask)))
+    except BlockingIOError:
+        time.sleep(0.01)
+        return 0
+    except (BrokenPipeError, ConnectionResetError):
+        return None
+    return 1
+
+
+def tool_of(bench: Bench) -> Peer:
+    peer = Peer(bench.options.socket, geometry=GEOMETRY)
+    bench.peers.append(peer)
+    peer.hello(engine="tool", role=wire.Role.TOOL)
+    return peer
+
+
+def test_tools_leave_places_to_engines(start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "TOOL_SESSIONS_MAX", 2)
+    bench = start(1)
+    for _ in range(2):
+        tool_of(bench).receive(wire.Welcome)
+    assert tool_of(bench).receive(wire.Refused).code is wire.RefusedCode.SESSIONS
+    bench.peer()
+    bench.peers[0].close()
+    time.sleep(0.2)
+    tool_of(bench).receive(wire.Welcome)
+
+
+def test_an_idle_tool_is_dropped_and_an_idle_engine_is_not(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "TOOL_IDLE_S_MAX", 0.2)
+    bench = start(1)
+    engine, tool = bench.peer(), tool_of(bench)
+    tool.receive(wire.Welcome)
+    assert tool.next() is None
+    assert engine.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED

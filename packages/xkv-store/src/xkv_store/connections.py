@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 RECEIVES_PER_ROUND_MAX: Final = 16  # then the other connections have their turn
 HELLO_S_MAX: Final = 5.0  # a connection that says nothing holds a descriptor no longer than that
+TOOL_IDLE_S_MAX: Final = 60.0  # tools ask and go; one that says nothing for so long was forgotten
 CLOSE_S_MAX: Final = 2.0  # for the last answers to go out to a client that does not read
 
 
@@ -39,7 +40,7 @@ class Connection:
         self.number = number
         self.peer = sockets.peer_credentials(connection)
         self.session = GatewaySession(geometry=geometry)
-        self.since_s = time.monotonic()
+        self.heard_s = time.monotonic()  # when the last packet came
         self.engine: Engine[Connection] | None = None
         self.party: Party | None = None
         self.welcome_fds: tuple[int, ...] = ()  # duplicates that its Welcome takes along
@@ -79,7 +80,9 @@ class Connection:
 
     def receive(self) -> sockets.Packet | None:
         """The next packet; None at the end. BlockingIOError: nothing now. PeerError: not a packet of ours."""
-        return sockets.receive(self.socket)
+        packet = sockets.receive(self.socket)
+        self.heard_s = time.monotonic()
+        return packet
 
     def queue(self, message: wire.FromGateway, fds: Sequence[int] = ()) -> None:
         """Send a message as soon as the peer has room for it. Owns `fds` from here on."""
@@ -134,8 +137,17 @@ class Connection:
         return (selectors.EVENT_READ if reading else 0) | (selectors.EVENT_WRITE if self._outbox else 0)
 
     def silent_too_long(self, now_s: float) -> bool:
-        """Connected, but never said Hello."""
-        return self.session.state is State.NEW and now_s - self.since_s > HELLO_S_MAX
+        """Connected, but never said Hello; or a tool that asks nothing."""
+        silent_s = now_s - self.heard_s
+        return (self.session.state is State.NEW and silent_s > HELLO_S_MAX) or (
+            self.is_tool and silent_s > TOOL_IDLE_S_MAX
+        )
+
+    @property
+    def is_tool(self) -> bool:
+        """Whether a tool is attached here, or about to be."""
+        hello = self.session.hello
+        return hello is not None and hello.role is wire.Role.TOOL
 
     def may_close(self, now_s: float) -> bool:
         """The session is over, and the last answers are out or not wanted."""

@@ -206,6 +206,11 @@ class Desk:
 
     def _admit(self, connection: Connection, hello: wire.Hello, fds: tuple[int, ...], until_s: float) -> None:
         if hello.role is wire.Role.TOOL:
+            if sum(one.is_tool for one in self.connections.values()) > wire.TOOL_SESSIONS_MAX:
+                self.counters["refused_sessions"] += 1
+                reason = f"this gateway has {wire.TOOL_SESSIONS_MAX} sessions of tools already; end some"
+                self.perform(connection, connection.session.refuse(wire.RefusedCode.SESSIONS, reason))
+                return
             self.perform(connection, connection.session.admit(self._welcome(connection, None)))
             return
         holder = self.engines.holder(hello)

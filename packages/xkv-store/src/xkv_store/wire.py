@@ -24,6 +24,8 @@ MESSAGE_BYTES_MAX: Final = 65_536
 """Below the default socket buffer, so that the kernel keeps a message whole and takes several at once."""
 SESSIONS_MAX: Final = 1_024
 """Each session costs the gateway file descriptors."""
+TOOL_SESSIONS_MAX: Final = 64
+"""Of these at most so many are tools': forgotten ones must not keep engines out."""
 OBJECTS_PER_SESSION_MAX: Final = 8_192
 """Objects in flight of one session: bounds what one client makes the gateway remember."""
 RANKS_MAX: Final = 4_096
