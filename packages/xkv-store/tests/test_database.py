@@ -244,3 +244,79 @@ def test_no_space_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"no room .* give a smaller capacity"):
         Database.make(tmp_path / "db", superblock())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("content", [b"\0" * 65_536 + b"_BHRfS_M", bytes(4_096), b"x"])
+def test_a_file_that_is_not_empty_is_never_taken(tmp_path: Path, content: bytes) -> None:
+    """A file system's superblock may lie anywhere, and zeros may be somebody's sparse image."""
+    path = tmp_path / "precious"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="holds something already.*remove it"):
+        Database.make(path, superblock())
+    assert path.read_bytes() == content
+
+
+def test_a_making_cut_short_by_a_kill_goes_on(path: Path) -> None:
+    os.truncate(path, 8_192)
+    Database.make(path, superblock())
+    assert path.stat().st_size == DATA_OFFSET + 8 * SLOT
+
+
+def test_an_empty_file_is_empty_again_where_there_is_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be refused at the next try, as if it were somebody's."""
+    path = tmp_path / "db"
+    path.touch()
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match="no room"):
+        Database.make(path, superblock())
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.timeout(10)
+def test_what_is_neither_a_file_nor_a_device_is_refused(tmp_path: Path) -> None:
+    """To open a fifo would wait for ever."""
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "folder", tmp_path / "fifo"):
+        for use in (read_superblock, module.device_bytes, lambda path: Database.make(path, superblock())):
+            with pytest.raises(UserError, match="neither a file nor a block device"):
+                use(path)
+
+
+@pytest.mark.parametrize(("at", "refused"), [(None, False), (65_600, True), (DATA_OFFSET - 1, True)])
+def test_a_device_is_taken_only_blank_and_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int | None, refused: bool
+) -> None:
+    """Signatures of file systems lie up to 64 KiB in (btrfs); a mounted device opens, but not with O_EXCL."""
+    path = tmp_path / "device"
+    with path.open("wb") as file:
+        file.truncate(DATA_OFFSET + 8 * SLOT)
+        if at is not None:
+            os.pwrite(file.fileno(), b"\1", at)
+    flags: list[int] = []
+    real_open = os.open
+
+    def opened(name: Path, how: int, *rest: int) -> int:
+        flags.append(how)
+        return real_open(name, how & ~os.O_EXCL, *rest)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(module.stat, "S_ISBLK", lambda _: True)
+    if refused:
+        with pytest.raises(UserError, match="wipefs"):
+            Database.make(path, superblock())
+        assert read_zeros(path) == 1
+    else:
+        Database.make(path, superblock())
+        assert read_superblock(path).card_uuid == UUID
+    assert flags[-1] & os.O_EXCL
+    assert not flags[-1] & os.O_CREAT
+
+
+def read_zeros(path: Path) -> int:
+    """Bytes that are not zero."""
+    return len(path.read_bytes().replace(b"\0", b""))

@@ -48,16 +48,22 @@ class Database:
         """
         existed = path.exists()
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | _exclusively(path), FILE_MODE)
         except OSError as error:
             raise UserError(f"cannot make the database {path}: {error.strerror}") from error
         try:
-            _check_empty(path, fd, superblock.card_uuid)
-            _allocate(path, fd, superblock)
+            empty = _check_empty(path, fd, superblock.card_uuid)
             data = pack_superblock(superblock)
-            os.pwrite(fd, data, SUPERBLOCK_COPY_OFFSET)
-            os.pwrite(fd, data, 0)
-            os.fsync(fd)
+            try:
+                os.pwrite(fd, data + data, 0)  # first of all: from now on it is known for ours
+                _allocate(path, fd, superblock)
+                os.fsync(fd)
+            except BaseException:
+                if empty:
+                    os.ftruncate(fd, 0)
+                raise
+        except OSError as error:
+            raise UserError(f"cannot make the database {path}: {error.strerror}") from error
         except BaseException:
             if not existed:
                 with suppress(OSError):
@@ -147,6 +153,7 @@ class Database:
 def read_superblock(path: Path) -> Superblock:
     """What a database says of itself, from either copy; UserError that says what to do when neither is good."""
     try:
+        _is_device(path)
         with path.open("rb") as file:
             data = file.read(_SUPERBLOCKS_BYTES)
     except FileNotFoundError as error:
@@ -181,7 +188,7 @@ def new_superblock(
 def device_bytes(path: Path) -> int | None:
     """The size of the block device at `path`; None where it is a file or nothing."""
     try:
-        if not stat.S_ISBLK(path.stat().st_mode):
+        if not _is_device(path):
             return None
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -194,6 +201,14 @@ def device_bytes(path: Path) -> int | None:
         os.close(fd)
 
 
+def _is_device(path: Path) -> bool:
+    """Whether it is a block device rather than a file; UserError for what is neither, which may not even open."""
+    mode = path.stat().st_mode
+    if not stat.S_ISBLK(mode) and not stat.S_ISREG(mode):
+        raise UserError(f"{path} is neither a file nor a block device: give another path")
+    return stat.S_ISBLK(mode)
+
+
 def aligned(buffer_bytes: int) -> memoryview:
     """Zeroed memory that O_DIRECT accepts."""
     return memoryview(mmap.mmap(-1, buffer_bytes))
@@ -203,16 +218,26 @@ def _database_bytes(superblock: Superblock) -> int:
     return DATA_OFFSET + superblock.slots * superblock.slot_bytes
 
 
-def _check_empty(path: Path, fd: int, card_uuid: bytes) -> None:
-    """UserError unless there is nothing, or a beginning of the same card that was interrupted."""
-    front = os.pread(fd, _SUPERBLOCKS_BYTES, 0)
-    if not front.strip(b"\0"):
-        return
+def _exclusively(path: Path) -> int:
+    """How to open what may be there: a device for us alone (so not one that is mounted), a file made if need be."""
+    is_device = device_bytes(path) is not None
+    return os.O_EXCL if is_device else os.O_CREAT
+
+
+def _check_empty(path: Path, fd: int, card_uuid: bytes) -> bool:
+    """Whether it is an empty file; UserError unless that, a blank device, or a beginning of the same card."""
+    front = os.pread(fd, DATA_OFFSET, 0)
+    if not front:
+        return True
+    is_device = stat.S_ISBLK(os.fstat(fd).st_mode)
+    if is_device and not front.strip(b"\0"):
+        return False
     for offset in (0, SUPERBLOCK_COPY_OFFSET):
         with suppress(BadBytesError):
             if parse_superblock(front[offset : offset + SUPERBLOCK_BYTES]).card_uuid == card_uuid:
-                return
-    raise UserError(f"{path} holds something already: give another path, or empty it first")
+                return False
+    remedy = f"wipe it (wipefs --all {path}; blkdiscard --zeroout {path})" if is_device else "remove it"
+    raise UserError(f"{path} holds something already: give another path, or {remedy} if it is worthless")
 
 
 def _allocate(path: Path, fd: int, superblock: Superblock) -> None:
