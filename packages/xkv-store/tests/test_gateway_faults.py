@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from xkv_store import gateway as gateway_module
 from xkv_store import connections, io_pool, wire
+from xkv_store import gateway as gateway_module
 from xkv_store.card import Card, CardOptions
 from xkv_store.database import Database
 from xkv_store.errors import MediumError

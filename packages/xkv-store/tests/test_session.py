@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -66,6 +68,31 @@ def refusal(done: actions.Actions) -> RefusedCode:
     assert isinstance(done[0], actions.Send)
     assert isinstance(done[0].message, wire.Refused)
     return done[0].message.code
+
+
+def test_a_huge_ring_costs_nothing_until_it_is_used() -> None:
+    """A set of all slots of a ring of 1 TiB took seconds, in which no other session was served."""
+    session = GatewaySession(geometry=GEOMETRY)
+    session.receive(hello())
+    started = time.monotonic()
+    half = 1 << 31
+    session.admit(
+        wire.Welcome(
+            1,
+            7,
+            bytes(16),
+            bytes(16),
+            1,
+            GEOMETRY.slot_bytes,
+            half,
+            wire.SlotRange(0, half),
+            wire.SlotRange(half, 9),
+            100,
+        )
+    )
+    assert time.monotonic() - started < 0.5
+    assert isinstance(session.receive(put(1, put_object(half - 1)))[0], actions.StartPut)
+    assert refusal(session.receive(put(2, put_object(half - 1)))) is RefusedCode.PROTOCOL
 
 
 # --- attaching -------------------------------------------------------------------------------------------

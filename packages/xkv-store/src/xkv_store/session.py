@@ -247,7 +247,8 @@ class GatewaySession:
         self.hello: Hello | None = None
         self.published: RankNamespace | None = None
         self._geometry = geometry
-        self._idle: set[int] = set()  # the session's slots that are not in flight
+        self._own: tuple[range, ...] = ()  # the session's slots; a ring may have tens of millions
+        self._busy: set[int] = set()  # those in flight
         self._puts: dict[int, dict[int, tuple[int, ...]]] = {}  # put -> index -> slots
         self._gets: dict[int, dict[int, tuple[int, ...]]] = {}
         self._last_put = -1
@@ -366,9 +367,10 @@ class GatewaySession:
         wanted = set(slots)
         if len(wanted) != len(slots):
             raise PeerError("one slot named twice in a message")
-        if not self._idle.issuperset(wanted):
-            raise PeerError(f"slots that are in flight or not the session's: {sorted(wanted - self._idle)[:8]}")
-        self._idle -= wanted
+        wrong = [slot for slot in slots if slot in self._busy or not any(slot in own for own in self._own)]
+        if wrong:
+            raise PeerError(f"slots that are in flight or not the session's: {sorted(wrong)[:8]}")
+        self._busy |= wanted
         self.in_flight += len(objects)
         return dict(objects)
 
@@ -377,8 +379,8 @@ class GatewaySession:
     def admit(self, welcome: Welcome) -> Actions:
         """The Hello is accepted; from here on the regions of `welcome` are the session's slots."""
         self._move(Event.ADMITTED)
-        for region in (welcome.store_region, welcome.load_region):
-            self._idle.update(range(region.first, region.first + region.count))
+        regions = (welcome.store_region, welcome.load_region)
+        self._own = tuple(range(region.first, region.first + region.count) for region in regions)
         return [Send(welcome)]
 
     def refuse(self, code: RefusedCode, reason: str) -> Actions:
@@ -447,7 +449,7 @@ class GatewaySession:
             slots = flight.pop(index, None)
             if slots is None:
                 raise LocalProtocolError(f"object {index} of {number} is not in flight")
-            self._idle.update(slots)
+            self._busy.difference_update(slots)
             self.in_flight -= 1
         if not flight:
             flights.pop(number, None)
