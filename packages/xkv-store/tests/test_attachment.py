@@ -52,4 +52,7 @@ def test_nobody_there() -> None:
     assert "/no/such/card/gateway.log" in embedded
     assert "its log ends" not in embedded
     assert "pid 12" in str(reasons.nothing_said(attachment(), Peer(12, 3, 4)))
+    stopped = str(reasons.nothing_said(attachment(card=EmbeddedCard(folder=Path("/no/such/card"))), Peer(12, 3, 4)))
+    assert "kill -9 12" in stopped
+    assert "port" not in stopped, "an embedded gateway has none"
     assert "uid 3" in str(reasons.not_trusted(attachment(), Peer(12, 3, 4)))

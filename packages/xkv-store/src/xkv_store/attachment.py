@@ -104,6 +104,12 @@ def nobody_answers(attachment: Attachment) -> UserError:
 
 def nothing_said(attachment: Attachment, peer: Peer) -> UserError:
     """A process listens and says nothing."""
+    card = attachment.embedded
+    if card is not None:
+        return UserError(
+            f"the gateway of the card in {card.folder} (pid {peer.pid}) does not answer; see {card.folder}/gateway.log, "
+            f"or end it (kill -9 {peer.pid}: the card stays whole) and start again"
+        )
     return UserError(
         f"what listens on {attachment.socket} (pid {peer.pid}) does not answer; if it is a gateway, see its log or "
         "restart it, otherwise take another port"
