@@ -43,7 +43,7 @@ def _path(option: str) -> Callable[[str], Path]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{option} {os.fsencode(text)!r} is not UTF-8: take a path whose name is") from error
+            raise UserError(f"{option} {os.fsencode(text)!r} is not UTF-8: type a path that is") from error
         return Path(text)
 
     return parse
