@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 import pytest
 
-from xkv_store import client as client_module
-from xkv_store import client_connection, sockets, wire
+from xkv_store import client_connection, embedded, sockets, wire
 from xkv_store.attachment import Attachment
 from xkv_store.client import Client, GetObject, PutObject
 from xkv_store.control import ControlPage
@@ -764,8 +763,9 @@ def test_an_embedded_gateway_is_started_once_in_a_while(
             lives.append(FakeGateway(socket_path))
         return True
 
-    monkeypatch.setattr(client_module, "start_detached", start)
-    monkeypatch.setattr(client_module, "EMBEDDED_START_S_MIN", 0.4)
+    card.folder.mkdir()
+    monkeypatch.setattr(embedded, "start_detached", start)
+    monkeypatch.setattr(embedded, "START_S_MIN", 0.4)
     begun = time.monotonic()
     client = Client.attach(replace(attachment, embedded=card))
     assert time.monotonic() - begun >= 0.4
@@ -780,7 +780,7 @@ def test_an_embedded_gateway_that_does_not_come_up(
     """What it wrote last is what the user needs to read."""
     card = EmbeddedCard(folder=tmp_path)
     (tmp_path / "gateway.log").write_text("first\nthe card is of format 9; use another\n\n")
-    monkeypatch.setattr(client_module, "start_detached", lambda *_: True)
+    monkeypatch.setattr(embedded, "start_detached", lambda *_: True)
     with pytest.raises(UserError, match="ends with: the card is of format 9; use another"):
         Client.attach(replace(attachment, embedded=card, connect_timeout_ms=100))
     monkeypatch.undo()

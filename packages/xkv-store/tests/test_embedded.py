@@ -223,6 +223,33 @@ def gateway_pid(attachment: Attachment) -> int:
         return sockets.peer_credentials(connection).pid
 
 
+@pytest.mark.timeout(60)
+def test_a_card_that_refuses_is_said_at_once(attachment: Attachment) -> None:
+    """Otherwise each start with a wrong setting costs the whole time-out."""
+    assert attachment.embedded is not None
+    wrong = replace(attachment.embedded, slot_bytes=100)
+    begun = time.monotonic()
+    with pytest.raises(UserError, match="cannot serve: slot bytes must be a multiple"):
+        Client.attach(replace(attachment, embedded=wrong))
+    assert time.monotonic() - begun < attachment.connect_timeout_ms / 2_000
+    Client.attach(attachment).close()  # and the line that stands in the log now refuses nothing
+
+
+@pytest.mark.timeout(60)
+def test_a_card_that_another_gateway_serves_is_said_soon(attachment: Attachment) -> None:
+    assert attachment.embedded is not None
+    elsewhere = attachment.socket.with_name("elsewhere.sock")
+    first = Client.attach(replace(attachment, socket=elsewhere))
+    (attachment.embedded.folder / embedded.STARTER_LOCK_NAME).unlink()  # as where a port's gateway has the card
+    try:
+        begun = time.monotonic()
+        with pytest.raises(UserError, match="is in use by a gateway that does not listen"):
+            Client.attach(attachment)
+        assert time.monotonic() - begun < attachment.connect_timeout_ms / 2_000
+    finally:
+        first.close()
+
+
 def test_who_comes_first_starts_it_and_everybody_attaches(attachment: Attachment) -> None:
     """Ranks and scheduler start at the same moment; a killed gateway is started again; it ends with the last."""
     clients: list[Client] = []

@@ -29,11 +29,10 @@ from .client_session import (
     PutAnswered,
     Rejected,
 )
-from .embedded import start_detached
+from .embedded import Starter
 from .engine_memory import EngineMemory, take_memory
 from .errors import PeerError, UserError
 from .flights import Delivery, Flights, GetObject, LoadedDelivery, PutObject, StoredDelivery, deliver
-from .sockets import prepare_socket_dir
 from .wire import LoadedObject, LoadStatus, Role, StoredObject, StoreStatus
 
 if TYPE_CHECKING:
@@ -60,8 +59,6 @@ HELLO_MS_MAX: Final = 5_000
 """A gateway answers a Hello at once, or after at most 4 s where a dead session's I/O has to end first."""
 ASK_NAMESPACES_S: Final = 0.1
 """Ranks publish once, at start-up; the scheduler asks that often until all have."""
-EMBEDDED_START_S_MIN: Final = 1.0
-"""Between two attempts to start an embedded gateway: one that fails at once is not started in a loop."""
 CLOSE_S_MAX: Final = 2.0
 """For the thread to end; it never blocks for so long."""
 PACKETS_PER_ROUND_MAX: Final = 64
@@ -93,7 +90,8 @@ class Client:
         self._is_final = False  # of the problem: at the start, no use to go on
         self._closing = False
         self._started_ns = time.monotonic_ns()
-        self._embedded_start_ns: int | None = None
+        card = attachment.embedded
+        self._starter = None if card is None else Starter(card, attachment.socket)
         self._noted = ""
 
     # --- life --------------------------------------------------------------------------------------------
@@ -360,7 +358,8 @@ class Client:
         connection = dial(self._attachment)
         if connection is None:
             self._note(reasons.nobody_answers(self._attachment), is_final=False)
-            self._start_embedded()
+            if self._starter is not None:
+                self._starter.start()
             return
         with self._changed:
             self._connection = connection
@@ -371,16 +370,6 @@ class Client:
             self._serve(connection)
         finally:
             self._drop(connection)
-
-    def _start_embedded(self) -> None:
-        card = self._attachment.embedded
-        now_ns = time.monotonic_ns()
-        last_ns = self._embedded_start_ns
-        if card is None or (last_ns is not None and now_ns - last_ns < EMBEDDED_START_S_MIN * 1e9):
-            return
-        self._embedded_start_ns = now_ns
-        prepare_socket_dir(self._attachment.socket.parent)
-        start_detached(card, self._attachment.socket)
 
     def _serve(self, connection: ClientConnection) -> None:
         poll = select.poll()

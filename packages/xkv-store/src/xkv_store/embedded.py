@@ -9,24 +9,30 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from .errors import UserError
-from .sockets import socket_for_card
+from .sockets import prepare_socket_dir, socket_for_card
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["EmbeddedCard", "last_log_line", "socket_for_card", "start_detached"]
+__all__ = ["EmbeddedCard", "Starter", "last_log_line", "socket_for_card", "start_detached"]
 
 LOG_NAME: Final = "gateway.log"
 LOG_BYTES_MAX: Final = 1 << 20
 """A longer log is moved aside when a gateway is started; one older log is kept."""
 STARTER_LOCK_NAME: Final = "starter.lock"
+START_S_MIN: Final = 1.0
+"""Between two attempts of a `Starter`: a gateway that fails at once is not started in a loop."""
+QUIET_ENDS_MAX: Final = 2
+"""A gateway ends without a word where another has the card; once may be one that was just ending."""
 LAUNCH_S_MAX: Final = 10.0
 """The launcher only forks; longer means that the machine is stuck."""
 
@@ -123,6 +129,55 @@ def start_detached(card: EmbeddedCard, socket: Path) -> bool:
     finally:
         os.close(lock_fd)  # the daemon has inherited it, and holds the lock as long as it lives
     return True
+
+
+_ERROR_LINE: Final = re.compile(r"\S+ \S+ \d+ ERROR \S+: (.+)")  # as the daemon's log has it
+
+
+class Starter:
+    """Starts the gateway of one card, once in a while, and says why the one that it started has ended."""
+
+    def __init__(self, card: EmbeddedCard, socket: Path) -> None:
+        self._card = card
+        self._socket = socket
+        self._started_ns: int | None = None
+        self._line_before: str | None = None  # the log's last before our gateway's first; None: there is none of ours
+        self._quiet_ends = 0
+
+    def start(self) -> None:
+        """Called while nobody answers. Raises UserError where waiting is of no use; may be called again even then."""
+        self._look_at_the_last()
+        now_ns = time.monotonic_ns()
+        if self._started_ns is not None and now_ns - self._started_ns < START_S_MIN * 1e9:
+            return
+        self._started_ns = now_ns
+        prepare_socket_dir(self._socket.parent)
+        line = last_log_line(self._card.folder)
+        if start_detached(self._card, self._socket):
+            self._line_before = line
+
+    def _look_at_the_last(self) -> None:
+        if self._line_before is None:
+            return
+        folder = self._card.folder
+        lock_fd = _take_starter_lock(folder)
+        if lock_fd is None:
+            return  # it lives
+        os.close(lock_fd)
+        before, self._line_before = self._line_before, None
+        line = last_log_line(folder)
+        if line != before:
+            self._quiet_ends = 0
+            said = _ERROR_LINE.fullmatch(line)
+            if said is not None:
+                raise UserError(f"the gateway of the card in {folder} cannot serve: {said.group(1)}")
+            return
+        self._quiet_ends += 1
+        if self._quiet_ends >= QUIET_ENDS_MAX:
+            raise UserError(
+                f"the card in {folder} is in use by a gateway that does not listen on {self._socket}: set xkv.port to "
+                "that gateway's, stop it, or name another folder with xkv.path"
+            )
 
 
 def _launch(card: EmbeddedCard, socket: Path, lock_fd: int) -> None:
