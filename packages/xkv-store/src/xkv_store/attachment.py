@@ -107,8 +107,8 @@ def nothing_said(attachment: Attachment, peer: Peer) -> UserError:
     card = attachment.embedded
     if card is not None:
         return UserError(
-            f"the gateway of the card in {card.folder} (pid {peer.pid}) does not answer; see {card.folder}/gateway.log, "
-            f"or end it (kill -9 {peer.pid}: the card stays whole) and start again"
+            f"the gateway of the card in {card.folder} (pid {peer.pid}) does not answer; see "
+            f"{card.folder}/gateway.log, or end it (kill -9 {peer.pid}: the card stays whole) and start again"
         )
     return UserError(
         f"what listens on {attachment.socket} (pid {peer.pid}) does not answer; if it is a gateway, see its log or "
