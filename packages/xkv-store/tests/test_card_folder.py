@@ -432,7 +432,10 @@ def test_damage_that_ends_the_process_is_mended_by_the_next_start(
         raise DeadError
 
     with monkeypatch.context() as patch:
-        patch.setattr(*((card_folder, "load") if at == "objects" else (Index, "set_meta")), died)
+        if at == "objects":
+            patch.setattr(card_folder, "load", died)
+        else:
+            patch.setattr(Index, "set_meta", died)
         patch.setattr(card_folder, "trust", lambda _: None)  # a dead process takes nothing away
         with pytest.raises(DeadError):
             open_folder(any_of(options))
@@ -493,3 +496,106 @@ def test_damage_met_at_run_time_is_mended_by_the_next_start(
     driver = CardDriver(any_of(options))
     assert driver.card.status()["index_rebuilt"] is rebuilt
     driver.close()
+
+
+# --- what is somebody's -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["", "00" * 16])
+def test_a_stray_marker_of_making_destroys_no_card(options: CardOptions, text: str) -> None:
+    filled(options).close()
+    (options.folder / "making").write_text(text)
+    with pytest.raises(UserError, match="remove the file making"):
+        Card.open(options)
+    (options.folder / "making").unlink()
+    driver = CardDriver(any_of(options))
+    assert not driver.card.status()["index_rebuilt"]
+    assert held(driver) == list(range(10))
+    driver.close()
+
+
+@pytest.mark.parametrize("name", ["db-1.xkv", "db-7.xkv"])
+def test_making_a_card_removes_nobodys_database(options: CardOptions, name: str) -> None:
+    options.folder.mkdir()
+    (options.folder / name).write_bytes(b"dear diary")
+    (options.folder / "db-old.xkv").write_bytes(b"dear diary")
+    with pytest.raises(UserError, match="is not of the card being made"):
+        Card.open(options)
+    assert (options.folder / name).read_bytes() == b"dear diary"
+    assert not (options.folder / "making").exists()
+    (options.folder / name).unlink()
+    filled(options).close()
+    assert (options.folder / "db-old.xkv").read_bytes() == b"dear diary"
+
+
+def test_two_folders_do_not_share_a_database(options: CardOptions, tmp_path: Path) -> None:
+    options = replace(options, databases=1)
+    driver = filled(options)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "db-0.xkv").symlink_to(options.folder / "db-0.xkv")
+    with pytest.raises(card_folder.CardInUseError, match="in use"):
+        Card.open(CardOptions(folder=other))
+    assert held(driver) == list(range(10))
+    driver.close()
+
+
+def test_one_database_given_twice_is_refused_before_anything_is_made(options: CardOptions, tmp_path: Path) -> None:
+    (tmp_path / "alias").symlink_to(tmp_path / "nvme0")
+    with pytest.raises(UserError, match="the same database"):
+        Card.open(replace(options, databases=(tmp_path / "nvme0", tmp_path / "alias")))
+    assert [path.name for path in options.folder.iterdir()] == ["lock"]
+
+
+@pytest.mark.timeout(10)
+def test_a_folder_or_a_fifo_for_a_database_is_one_line(options: CardOptions, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(UserError, match="neither a file nor"):
+        Card.open(replace(options, databases=(tmp_path / "new", tmp_path / "fifo")))
+    filled(options).close()
+    (options.folder / "db-1.xkv").unlink()
+    (options.folder / "db-1.xkv").mkdir()
+    with pytest.raises(UserError, match=r"db-1.xkv is neither a file nor"):
+        Card.open(any_of(options))
+    (options.folder / "db-0.xkv").unlink()
+    shutil.rmtree(options.folder / "index")
+    with pytest.raises(UserError, match=r"db-1.xkv is not of the card"):
+        Card.open(any_of(options))
+
+
+@pytest.mark.parametrize("kind", ["dangling", "elsewhere", "file"])
+def test_an_index_that_is_no_folder_is_made_anew(options: CardOptions, tmp_path: Path, kind: str) -> None:
+    filled(options).close()
+    index = options.folder / "index"
+    for _ in range(2):  # the second meets what the first has put aside
+        shutil.rmtree(index)
+        if kind == "file":
+            index.write_bytes(b"x")
+        else:
+            if kind == "elsewhere":
+                (tmp_path / "elsewhere").mkdir(exist_ok=True)
+            index.symlink_to(tmp_path / "elsewhere")
+        driver = CardDriver(any_of(options))
+        assert held(driver) == list(range(10))
+        driver.close()
+
+
+def test_a_relative_path_is_the_same_as_an_absolute_one(
+    options: CardOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    relative = replace(options, folder=Path("card"), databases=(Path("card/db-0.xkv"), Path("nvme1")))
+    filled(relative).close()
+    assert not (tmp_path / "card" / "db-0.xkv").is_symlink()
+    for same in (relative, replace(relative, folder=tmp_path / "card"), any_of(options)):
+        driver = CardDriver(same)
+        assert held(driver) == list(range(10))
+        driver.close()
+
+
+@pytest.mark.parametrize("name", ["\udcff", "a\0b"])
+def test_a_path_that_cannot_be_told_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="is no path"):
+        CardOptions(folder=tmp_path / name)
+    with pytest.raises(UserError, match="is no path"):
+        CardOptions(folder=tmp_path, databases=(tmp_path / name,))

@@ -95,7 +95,7 @@ def test_after_a_short_move_direct_io_goes_on_at_a_step(path: Path, monkeypatch:
         return real(fd, [views[0][:5_000]], offset)
 
     fd = os.open(path, os.O_RDWR)
-    database = Database(path, fd, read_superblock(path), direct=True)
+    database = Database(path, fd, read_superblock(path), direct=True, claim_fd=fd)
     monkeypatch.setattr(os, "pwritev", short)
     written = buffers(2)
     database.write(0, written)
@@ -251,7 +251,7 @@ def test_a_file_that_is_not_empty_is_never_taken(tmp_path: Path, content: bytes)
     """A file system's superblock may lie anywhere, and zeros may be somebody's sparse image."""
     path = tmp_path / "precious"
     path.write_bytes(content)
-    with pytest.raises(UserError, match="holds something already.*remove it"):
+    with pytest.raises(UserError, match=r"holds something already.*remove it"):
         Database.make(path, superblock())
     assert path.read_bytes() == content
 
@@ -320,3 +320,14 @@ def test_a_device_is_taken_only_blank_and_alone(
 def read_zeros(path: Path) -> int:
     """Bytes that are not zero."""
     return len(path.read_bytes().replace(b"\0", b""))
+
+
+def test_a_file_is_one_databases_only(path: Path, tmp_path: Path) -> None:
+    """Two cards that write the same slots would destroy each other's objects."""
+    (tmp_path / "alias").symlink_to(path)
+    database = Database.open(path)
+    for use in (Database.open, lambda path: Database.make(path, superblock())):
+        with pytest.raises(module.BusyDatabaseError, match="in use"):
+            use(tmp_path / "alias")
+    database.close()
+    Database.open(tmp_path / "alias").close()

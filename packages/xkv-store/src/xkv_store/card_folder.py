@@ -10,6 +10,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 import socket
 import uuid
@@ -18,7 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .database import Database, device_bytes, new_superblock, read_superblock
+from .database import BusyDatabaseError, Database, device_bytes, new_superblock, read_superblock
 from .errors import MediumError, UserError
 from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE_MAX, Geometry
 from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
@@ -34,6 +35,10 @@ GRACE_MS_DEFAULT = 5_000
 GRACE_MS_MAX = 600_000
 
 _LOCK, _MAKING, _INDEX = "lock", "making", "index"
+_ADVICE = (
+    "remove the file making if there is a whole card, remove the other files if they are worthless, "
+    "or give another folder"
+)
 _NO_DAMAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # an index anew would meet the same
 
 
@@ -59,6 +64,7 @@ class CardOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.grace_ms <= GRACE_MS_MAX:
             raise UserError(f"the grace must be 0 to {GRACE_MS_MAX} ms, not {self.grace_ms}")
+        _check_names([self.folder, *(self.databases if isinstance(self.databases, tuple) else ())])
         count = self.databases if isinstance(self.databases, int) else len(self.databases or (0,))
         if not 1 <= count <= DATABASES_MAX:
             raise UserError(f"a card has 1 to {DATABASES_MAX} databases, not {count}")
@@ -66,6 +72,17 @@ class CardOptions:
             raise UserError(f"the capacity must be a number of bytes, not {self.capacity_bytes}")
         if self.slot_bytes is not None:
             Geometry(self.slot_bytes)
+
+
+def _check_names(paths: Sequence[Path]) -> None:
+    """UserError for a path that could not be logged or told to anybody."""
+    for path in paths:
+        try:
+            str(path).encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{os.fsencode(path)!r} is no path in UTF-8: give another one") from error
+        if "\0" in str(path):
+            raise UserError(f"{str(path)!r} is no path: give another one")
 
 
 @dataclass(slots=True)
@@ -89,12 +106,18 @@ def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     folder = options.folder
     lock_fd = _lock(folder, create=options.create)
     try:
-        if (folder / _MAKING).exists() or not _card_is_there(folder):
+        if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
             _make(options)
         return _open(options, lock_fd, rebuild_index=rebuild_index)
     except MediumError as error:
         os.close(lock_fd)
         raise UserError(f"cannot open the card in {folder}: {error}") from error
+    except BusyDatabaseError as error:
+        os.close(lock_fd)
+        raise CardInUseError(str(error)) from error
+    except OSError as error:
+        os.close(lock_fd)
+        raise UserError(f"cannot open the card in {folder}: {error}; look at what is in that folder") from error
     except BaseException:
         os.close(lock_fd)
         raise
@@ -164,12 +187,15 @@ def _make(options: CardOptions) -> None:
     folder = options.folder
     if not options.create:
         raise UserError(f"there is no card in {folder}: give another folder")
-    card_uuid = _mark_making(folder)
-    for leftover in folder.glob("db-*.xkv"):
-        leftover.unlink()  # a file of ours, or a link to somebody's device
-    shutil.rmtree(folder / _INDEX, ignore_errors=True)
     geometry = Geometry(options.slot_bytes or SLOT_BYTES)
     paths = _paths(options)
+    _check_distinct(paths)
+    interrupted = _interrupted_making(folder)
+    leftovers = _leftovers(folder, interrupted)
+    card_uuid = interrupted or _mark_making(folder)
+    for leftover in leftovers:
+        leftover.unlink()  # a file of ours, or a link to somebody's device
+    _take_away(folder / _INDEX)
     made = _Making()
     try:
         slots = _plan_slots(options, paths, geometry)
@@ -198,15 +224,60 @@ def _make(options: CardOptions) -> None:
     _sync_folder(folder)
 
 
-def _mark_making(folder: Path) -> bytes:
-    """The uuid of the card that is being made; that of an interrupted making if there was one."""
-    marker = folder / _MAKING
+def _interrupted_making(folder: Path) -> bytes | None:
+    """The uuid of a making that did not end; None without one, or where its first write was torn."""
     try:
-        with suppress(FileNotFoundError):
-            found = bytes.fromhex(marker.read_text(encoding="ascii"))
-            if len(found) == 16:
-                return found
-        card_uuid = uuid.uuid4().bytes
+        found = bytes.fromhex((folder / _MAKING).read_text(encoding="ascii"))
+    except (FileNotFoundError, ValueError):
+        return None
+    except OSError as error:
+        raise UserError(f"cannot make a card in {folder}: {error.strerror}") from error
+    return found if len(found) == 16 else None
+
+
+def _leftovers(folder: Path, interrupted: bytes | None) -> list[Path]:
+    """The databases that the interrupted making has left in the folder; UserError if there is anything else."""
+    found = [path for path in folder.iterdir() if re.fullmatch(r"db-[0-9]+\.xkv", path.name)]
+    for path in found:
+        if not path.is_symlink() and path.is_file() and path.stat().st_size == 0:
+            continue
+        try:
+            is_ours = read_superblock(path).card_uuid == interrupted
+        except UserError:
+            is_ours = False
+        if not is_ours:
+            raise UserError(f"{path} is not of the card being made in {folder}: {_ADVICE}")
+    if interrupted is None and os.path.lexists(folder / _INDEX):
+        raise UserError(f"{folder / _INDEX} is not of the card being made in {folder}: {_ADVICE}")
+    return found
+
+
+def _check_distinct(paths: Sequence[Path]) -> None:
+    """UserError where two paths lead to the same file or device."""
+    seen: dict[object, Path] = {}
+    for path in paths:
+        name: object = path.resolve()
+        if path.exists():
+            status = path.stat()
+            name = status.st_rdev or (status.st_dev, status.st_ino)
+        if name in seen:
+            raise UserError(f"{path} and {seen[name]} are the same database: give each one once")
+        seen[name] = path
+
+
+def _take_away(path: Path) -> None:
+    """Remove a folder of ours, or whatever has its name."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _mark_making(folder: Path) -> bytes:
+    """The uuid of the card that is being made from now on."""
+    marker = folder / _MAKING
+    card_uuid = uuid.uuid4().bytes
+    try:
         fd = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, card_uuid.hex().encode())
@@ -214,9 +285,6 @@ def _mark_making(folder: Path) -> bytes:
         finally:
             os.close(fd)
         _sync_folder(folder)
-    except ValueError:  # the marker itself was torn
-        marker.unlink()
-        return _mark_making(folder)
     except OSError as error:
         raise UserError(f"cannot make a card in {folder}: {error.strerror}") from error
     return card_uuid
@@ -231,7 +299,10 @@ def _paths(options: CardOptions) -> list[Path]:
 def _link(folder: Path, number: int, path: Path, made: _Making) -> None:
     """Let the folder lead to a database elsewhere, so that the card can be opened by its folder alone."""
     link = _database_path(folder, number)
-    if link == path or (link.is_symlink() and link.readlink() == path):
+    if link.is_symlink():
+        if link.readlink() == path:
+            return
+    elif link.absolute() == path or (link.exists() and path.exists() and link.samefile(path)):
         return
     if link.is_symlink():
         link.unlink()
@@ -434,15 +505,15 @@ def _rebuild_index(folder: Path, databases: Sequence[Database], geometry: Geomet
     card_uuid = databases[0].superblock.card_uuid
     rebuilt = rebuild(databases, card_uuid, geometry)
     fresh, aside = folder / "index.new", folder / "index.damaged"
-    shutil.rmtree(fresh, ignore_errors=True)
+    _take_away(fresh)
     meta = Meta(card_uuid, geometry.slot_bytes, len(databases), rebuilt.highest_generation, 0)
     index = Index.create(fresh, meta, slots=slots)
     try:
         fill(index, rebuilt)
     finally:
         index.close()
-    if (folder / _INDEX).exists():
-        shutil.rmtree(aside, ignore_errors=True)
+    if os.path.lexists(folder / _INDEX):
+        _take_away(aside)
         (folder / _INDEX).rename(aside)
     fresh.rename(folder / _INDEX)
     _sync_folder(folder)

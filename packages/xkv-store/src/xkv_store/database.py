@@ -5,6 +5,7 @@ objects, keys or the index. Thread-safe: it has no state but its descriptor.
 """
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -31,11 +32,16 @@ _SUPERBLOCKS_BYTES = SUPERBLOCK_COPY_OFFSET + SUPERBLOCK_BYTES
 Mover: TypeAlias = Callable[[int, Sequence[memoryview], int], int]
 
 
+class BusyDatabaseError(UserError):
+    """Another process, or another card, has the file or device."""
+
+
 class Database:
     """An open database. Buffers must be page-aligned whole I/O steps where `direct` is true."""
 
-    def __init__(self, path: Path, fd: int, superblock: Superblock, *, direct: bool) -> None:
+    def __init__(self, path: Path, fd: int, superblock: Superblock, *, direct: bool, claim_fd: int) -> None:
         self.path = path
+        self._claim_fd = claim_fd  # holds the file or device for us alone until it is closed
         self.superblock = superblock
         self.direct = direct
         self._fd = fd
@@ -50,8 +56,9 @@ class Database:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | _exclusively(path), FILE_MODE)
         except OSError as error:
-            raise UserError(f"cannot make the database {path}: {error.strerror}") from error
+            raise _cannot_open(path, error) from error
         try:
+            _claim(path, fd)
             empty = _check_empty(path, fd, superblock.card_uuid)
             data = pack_superblock(superblock)
             try:
@@ -77,10 +84,11 @@ class Database:
         """Open a database, mending one damaged copy of its superblock from the other."""
         superblock = read_superblock(path)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_EXCL if _is_device(path) else 0))
         except OSError as error:
-            raise UserError(f"cannot open the database {path}: {error.strerror}") from error
+            raise _cannot_open(path, error) from error
         try:
+            _claim(path, fd)
             _check_size(path, fd, superblock)
             data = pack_superblock(superblock)
             if os.pread(fd, _SUPERBLOCKS_BYTES, 0) != data + data:
@@ -94,12 +102,15 @@ class Database:
         except BaseException:
             os.close(fd)
             raise
-        direct_fd = _probe_direct(path, data)
+        try:
+            direct_fd = _probe_direct(path, data)
+        except BaseException:
+            os.close(fd)
+            raise
         if direct_fd is None:
             log.info("%s: no O_DIRECT on this file system, I/O goes through the page cache", path)
-            return cls(path, fd, superblock, direct=False)
-        os.close(fd)
-        return cls(path, direct_fd, superblock, direct=True)
+            return cls(path, fd, superblock, direct=False, claim_fd=fd)
+        return cls(path, direct_fd, superblock, direct=True, claim_fd=fd)
 
     def write(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Write neighbouring slots; only the last buffer may be shorter than a slot. MediumError."""
@@ -125,6 +136,8 @@ class Database:
     def close(self) -> None:
         """Close the descriptor; nothing may be in flight."""
         os.close(self._fd)
+        if self._claim_fd != self._fd:
+            os.close(self._claim_fd)
 
     def _move(self, call: Mover, doing: str, first_slot: int, buffers: Sequence[memoryview]) -> None:
         assert 0 <= first_slot <= self.superblock.slots - len(buffers)
@@ -222,6 +235,24 @@ def _exclusively(path: Path) -> int:
     """How to open what may be there: a device for us alone (so not one that is mounted), a file made if need be."""
     is_device = device_bytes(path) is not None
     return os.O_EXCL if is_device else os.O_CREAT
+
+
+def _claim(path: Path, fd: int) -> None:
+    """Keep other gateways away, which may reach the same file from another card's folder (a device: O_EXCL)."""
+    if _is_device(path):
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise BusyDatabaseError(f"the database {path} is in use: stop the gateway that has it") from error
+    except OSError as error:
+        raise UserError(f"cannot lock {path}: {error.strerror}; give a path on a local disk") from error
+
+
+def _cannot_open(path: Path, error: OSError) -> UserError:
+    if error.errno == errno.EBUSY:
+        return BusyDatabaseError(f"the device {path} is in use: unmount it, or stop the gateway that has it")
+    return UserError(f"cannot open the database {path}: {error.strerror}")
 
 
 def _check_empty(path: Path, fd: int, card_uuid: bytes) -> bool:
