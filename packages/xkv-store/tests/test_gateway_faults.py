@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from contextlib import ExitStack
@@ -321,3 +322,19 @@ def test_an_idle_tool_is_dropped_and_an_idle_engine_is_not(
     tool.receive(wire.Welcome)
     assert tool.next() is None
     assert engine.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+
+
+def test_a_deleted_card_confirms_nothing_and_its_gateway_ends(start: Callable[[int], Bench], tmp_path: Path) -> None:
+    """Puts would be confirmed into files that nobody can ever open again."""
+    bench = start(2)
+    peer = bench.peer()
+    assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+    shutil.rmtree(tmp_path / "card")
+    number = peer.begin_put(CONTENT, key_of(2))
+    answer = peer.next()
+    if answer is not None:  # or the gateway has ended already
+        assert isinstance(answer, wire.Stored)
+        assert answer.put == number
+        assert answer.objects[0].status is not StoreStatus.CONFIRMED
+    bench.thread.join(WAIT_S_MAX)
+    assert not bench.thread.is_alive()

@@ -7,6 +7,7 @@ threads, and decide nothing. Must not know sockets, sessions, rings or vLLM.
 A put: bytes in the ring, headers, slots on the medium, index committed, lookup table ("confirmed").
 """
 
+import errno
 import logging
 import os
 import uuid
@@ -352,8 +353,18 @@ class Card:
             for fragment in range(piece.fragment, piece.fragment + piece.slots):
                 prove(views[fragment - first_fragment], identity, self.geometry, fragment)
 
+    @property
+    def deleted(self) -> bool:
+        """Whether somebody has deleted the card's folder: what is written now is nobody's. Any thread may ask."""
+        return os.fstat(self._lock_fd).st_nlink == 0
+
     def commit_batch(self, batch: CommitBatch) -> None:
-        """Commit a batch to the index; then the main thread calls `confirmed`, or `commit_failed` on MediumError."""
+        """Commit a batch to the index; then the main thread calls `confirmed`, or `commit_failed` on MediumError.
+
+        MediumError also where the folder was deleted.
+        """
+        if self.deleted:
+            raise MediumError(errno.ENOENT, f"the card's folder {self.folder} was deleted", "restart the gateway")
         self._index.apply(batch.changes, batch.generation_ceiling)
         if any(isinstance(step.change, RemoveObject) for step in batch.steps):
             reached("evict.committed")
@@ -361,8 +372,11 @@ class Card:
     def close(self) -> None:
         """Commit what waits, make all durable, and let go of everything. No put or get may be in flight.
 
-        MediumError if that fails; everything is let go of all the same.
+        MediumError if that fails; everything is let go of all the same. Of a deleted card nothing is written.
         """
+        if self.deleted:
+            self.abandon()
+            return
         try:
             while (batch := self._overlay.take()) is not None:
                 self.commit_batch(batch)

@@ -230,6 +230,7 @@ class _Loop:
         if beating:
             self._beat(now_ns)
         if now_ns >= self._next_tick_ns:
+            self._end_if_deleted()
             wish_ns = self._card.tick(now_ns)
             self._next_tick_ns = now_ns + min(max(wish_ns or HEARTBEAT_NS, TICK_NS_MIN), HEARTBEAT_NS)
         self._begin_commit(now_ns)
@@ -315,6 +316,11 @@ class _Loop:
             self._drain_since_s = now_s
             self._next_beat_ns = 0
             self._desk.drain()
+
+    def _end_if_deleted(self) -> None:
+        if not self._gateway.stop_wanted and self._card.deleted:
+            log.error("the card's folder was deleted: nothing is confirmed any more, ending")
+            self._gateway.stop()
 
     def _drained(self) -> bool:
         """Whether nothing is in flight any more, or the bound of waiting for it is over."""
