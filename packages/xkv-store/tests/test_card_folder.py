@@ -599,3 +599,40 @@ def test_a_path_that_cannot_be_told_is_refused(tmp_path: Path, name: str) -> Non
         CardOptions(folder=tmp_path / name)
     with pytest.raises(UserError, match="is no path"):
         CardOptions(folder=tmp_path, databases=(tmp_path / name,))
+
+
+STARTS_WITH_A_ZERO_PAGE = """
+import os, shutil, signal, sys
+from pathlib import Path
+from xkv_store.card import Card, CardOptions
+
+folder = Path(sys.argv[1])
+index = folder / "index"
+sound = (index / "data.mdb").read_bytes()
+for at in range(2 * 4096, len(sound), 4096):
+    if not sound[at : at + 4096].strip(bytes(1)):
+        continue
+    shutil.rmtree(index)
+    index.mkdir()
+    (index / "data.mdb").write_bytes(sound[:at] + bytes(4096) + sound[at + 4096 :])
+    for start in range(2):
+        if os.fork() == 0:
+            assert len(list(Card.open(CardOptions(folder=folder)).object_keys())) == 300
+            os.kill(os.getpid(), signal.SIGKILL)
+        print(os.WTERMSIG(os.wait()[1]), end=" ")
+    print()
+"""
+
+
+def test_a_page_that_lmdb_dies_of_costs_one_start(tmp_path: Path) -> None:
+    """For every page of a real index: the start after a death has all objects, whatever the page was."""
+    options = CardOptions(folder=tmp_path / "card", capacity_bytes=DATA_OFFSET + 400 * SLOT, slot_bytes=SLOT)
+    driver = CardDriver(options)
+    for number in range(300):
+        driver.put(key_of(number), b"x", family=number)
+    driver.card.abandon()
+    command = [sys.executable, "-c", STARTS_WITH_A_ZERO_PAGE, str(options.folder)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    starts = [tuple(line.split()) for line in ended.stdout.splitlines()]
+    assert set(starts) == {("9", "9"), ("6", "9")}, "without (6, 9) no page was one that LMDB dies of"

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -305,7 +306,7 @@ def test_a_device_is_taken_only_blank_and_alone(
         return real_open(name, how & ~os.O_EXCL, *rest)
 
     monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(module.stat, "S_ISBLK", lambda _: True)
+    monkeypatch.setattr(stat, "S_ISBLK", lambda _: True)
     if refused:
         with pytest.raises(UserError, match="wipefs"):
             Database.make(path, superblock())
