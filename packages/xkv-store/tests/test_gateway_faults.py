@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from xkv_store import connections, io_pool, wire
+from xkv_store import connections, control, io_pool, ring, wire
 from xkv_store import gateway as gateway_module
 from xkv_store.card import Card, CardOptions
 from xkv_store.database import Database
-from xkv_store.errors import MediumError
+from xkv_store.errors import MediumError, PeerError
 from xkv_store.gateway import Gateway, GatewayOptions
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
@@ -25,6 +25,7 @@ from xkv_store.wire import LoadStatus, StoreStatus
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
+    from types import ModuleType
 
 SLOT_BYTES = 16_384
 GEOMETRY = Geometry(SLOT_BYTES)
@@ -338,3 +339,23 @@ def test_a_deleted_card_confirms_nothing_and_its_gateway_ends(start: Callable[[i
         assert answer.objects[0].status is not StoreStatus.CONFIRMED
     bench.thread.join(WAIT_S_MAX)
     assert not bench.thread.is_alive()
+
+
+@pytest.mark.parametrize("owner", [ring, control])
+def test_a_ring_that_cannot_be_mapped_is_refused_and_the_gateway_lives(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch, owner: ModuleType
+) -> None:
+    """The kernel's refusal of one engine's memory must not end all others' sessions."""
+
+    def refuse(*_: object) -> None:
+        raise PeerError("it cannot be mapped")
+
+    bench = start(1)
+    witness = bench.peer("witness")
+    with monkeypatch.context() as broken:
+        broken.setattr(owner, "map_shared", refuse)
+        vast = Peer(bench.options.socket, geometry=GEOMETRY)
+        bench.peers.append(vast)
+        vast.hello(engine="vast")
+        assert vast.receive(wire.Refused).code is wire.RefusedCode.RING
+    assert witness.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
