@@ -359,3 +359,22 @@ def test_a_ring_that_cannot_be_mapped_is_refused_and_the_gateway_lives(
         vast.hello(engine="vast")
         assert vast.receive(wire.Refused).code is wire.RefusedCode.RING
     assert witness.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+
+
+def test_a_client_that_has_said_hello_already_hears_why_it_is_refused(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing a socket with unread packets resets it, and the refusal is lost."""
+    bench = start(1)
+    bench.peer()
+    monkeypatch.setattr(wire, "SESSIONS_MAX", 1)
+    valve = Valve()
+    with monkeypatch.context() as busy:
+        busy.setattr(Card, "tick", valve)
+        assert valve.entered.acquire(timeout=WAIT_S_MAX)
+        late = Peer(bench.options.socket, geometry=GEOMETRY)
+        bench.peers.append(late)
+        late.hello(engine="late")
+    valve.open.set()
+    time.sleep(0.3)  # it reads when the gateway has closed
+    assert late.receive(wire.Refused).code is wire.RefusedCode.SESSIONS

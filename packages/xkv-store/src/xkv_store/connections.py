@@ -128,7 +128,19 @@ class Connection:
         self.forget_answers()
         _close_all(self.welcome_fds)
         self.welcome_fds = ()
+        self._drop_unread()
         self.socket.close()
+
+    def _drop_unread(self) -> None:
+        """A socket closed with unread packets is reset: its peer would not hear why it was refused."""
+        try:
+            for _ in range(RECEIVES_PER_ROUND_MAX):
+                packet = self.receive()
+                if packet is None:
+                    return
+                packet.close()
+        except (OSError, PeerError):
+            return
 
     @property
     def wants(self) -> int:
