@@ -40,11 +40,13 @@ ENVIRONMENT_NAMES: Final = frozenset({"PATH", "HOME", "TMPDIR", "LANG", "LD_LIBR
 """The last two: some interpreters find their own library and modules through them only."""
 ENVIRONMENT_PREFIXES: Final = ("XDG_", "XKV_", "LC_")
 
-# Runs in an interpreter of its own: forks once more and ends, so that the daemon's parent is init.
+# Runs in an interpreter of its own: forks once more and ends, so that the daemon's parent is init. An engine may have
+# pinned its process to a core on which it spins: a gateway that kept to that core would starve, so it may use all.
 _LAUNCHER: Final = """\
 import os, signal, sys
 os.umask(0o077)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
+os.sched_setaffinity(0, range(os.sysconf("SC_NPROCESSORS_CONF")))
 if os.fork():
     os._exit(0)
 os.execv(sys.argv[1], sys.argv[1:])
