@@ -7,18 +7,17 @@ A folder with the file `making` holds a card that was never finished, so that no
 """
 
 import errno
-import fcntl
 import logging
 import os
 import re
 import shutil
-import socket
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from .card_lock import CardInUseError, lock_folder
 from .database import BusyDatabaseError, Database, device_bytes, new_superblock, read_superblock
 from .errors import MediumError, UserError
 from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE_MAX, Geometry
@@ -34,16 +33,12 @@ GENERATIONS_PER_CEILING = 1 << 20  # puts between two durable ceilings; numbers 
 GRACE_MS_DEFAULT = 5_000
 GRACE_MS_MAX = 600_000
 
-_LOCK, _MAKING, _INDEX = "lock", "making", "index"
+_MAKING, _INDEX = "making", "index"
 _ADVICE = (
     "remove the file making if there is a whole card, remove the other files if they are worthless, "
     "or give another folder"
 )
 _NO_DAMAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # an index anew would meet the same
-
-
-class CardInUseError(UserError):
-    """Another process has the card's lock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +99,7 @@ class Opened:
 def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     """Lock the folder, make the card if there is none, mend what can be mended, and open it. UserError."""
     folder = options.folder
-    lock_fd = _lock(folder, create=options.create)
+    lock_fd = lock_folder(folder, create=options.create)
     try:
         if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
             _make(options)
@@ -121,40 +116,6 @@ def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     except BaseException:
         os.close(lock_fd)
         raise
-
-
-# --- the lock -----------------------------------------------------------------------------------------------
-
-
-def _lock(folder: Path, *, create: bool) -> int:
-    """The folder's lock, which the kernel drops with this process, however that ends."""
-    try:
-        if create:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock_fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except FileNotFoundError as error:
-        raise UserError(f"there is no card in {folder}: give another folder") from error
-    except OSError as error:
-        raise UserError(
-            f"cannot use {folder} for a card: {error.strerror}; give a folder that this user can write"
-        ) from error
-    try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.pread(lock_fd, 256, 0).decode("utf-8", "replace").strip()
-        os.close(lock_fd)
-        raise CardInUseError(
-            f"the card in {folder} is in use by {holder or 'another process'}: stop that gateway, or give "
-            "another folder"
-        ) from error
-    except OSError as error:
-        os.close(lock_fd)
-        raise UserError(f"cannot lock {folder}: {error.strerror}; give a folder on a local disk") from error
-    holder_text = f"process {os.getpid()} on {socket.gethostname()}\n".encode()
-    with suppress(OSError):  # the text only helps whoever meets the lock
-        os.ftruncate(lock_fd, 0)
-        os.pwrite(lock_fd, holder_text, 0)
-    return lock_fd
 
 
 # --- making -------------------------------------------------------------------------------------------------
