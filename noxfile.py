@@ -422,6 +422,20 @@ def summary(session: nox.Session) -> None:
         session.error("not everything passed")
 
 
+def _matrix(session: nox.Session, *command: str) -> None:
+    """Run one of the matrix's commands where nox was called, and end nox with its exit code: 2 is bad input."""
+    line = (_dev(session), "-m", "xkv_matrix", *command, *session.posargs)
+    done = subprocess.run(line, env={**os.environ, **MATRIX_ENV}, cwd=session.invoked_from, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)  # session.error would make every code a 1
+
+
+@nox.session(default=False)
+def fork(session: nox.Session) -> None:
+    """Judge a fork's checkout by its sources, importing nothing of it: -- --source TREE [--json]."""
+    _matrix(session, "fork")
+
+
 @nox.session(default=False)
 def lock(session: nox.Session) -> None:
     """Compile the hashed requirement files again (needs the network); `-- --upgrade` takes newer versions."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .connector import Use, Uses
 
-__all__ = ["OUR_CLASSES", "OurClasses", "bind", "misfit_key"]
+__all__ = ["OUR_CLASSES", "OurClasses", "bind", "called", "misfit_key"]
 
 # Role → our class. Objects of the other roles are the release's own classes, filled in by us.
 OUR_CLASSES: Mapping[str, str] = {
@@ -83,6 +83,11 @@ class OurClasses:
 def misfit_key(use: Use) -> str:
     """The name that a use has in an expected table's misfits."""
     return f"{use.role}.{use.name}"
+
+
+def called(uses: Uses, role: str) -> bool:
+    """Whether anything calls an object of the role at all."""
+    return any(use.role == role and use.kind in {"call", "make"} for use in uses.found)
 
 
 def bind(uses: Uses, reader: SourceReader, ours: OurClasses) -> list[Finding]:
