@@ -93,6 +93,16 @@ def test_a_release_that_moves_on(judge: Judge, call: str, said: str) -> None:
     assert "scheduler:OffloadingConnectorScheduler.newer:" in finding.where
 
 
+def test_what_every_class_has_needs_nobody_to_define_it(judge: Judge) -> None:
+    """A release may name our class in its log."""
+
+    def change(release: dict[str, str], _: dict[str, str]) -> None:
+        metrics = "distributed/kv_transfer/kv_connector/v1/offloading/metrics.py"
+        release[metrics] += "        self.name = spec_cls.__name__\n"
+
+    assert judge(change) == []
+
+
 def test_an_abstract_method_that_nobody_calls(judge: Judge) -> None:
     """A class of ours that lacks one cannot be made at all."""
 
