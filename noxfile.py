@@ -40,6 +40,8 @@ SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
 TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
 # Tests in tests/ that need a release: real engines, and its scheduler and connector driven without a model.
 STACK_TESTS = ("tests/test_stack_*.py", "tests/test_harness_*.py")
+JUDGED = ("noxfile.py", "dev.py", "pyproject.toml")
+JUDGED_FOLDERS = ("packages", "compat", "matrix", "tests", "demo", "bench", "requirements")
 MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
 RUN_ID = f"{os.getpid()}-{time.time_ns()}"  # tells this run's results from an earlier run's
 
@@ -188,6 +190,18 @@ def _stack_env(target: Target) -> dict[str, str]:
 # --- results ----------------------------------------------------------------------------------------------
 
 
+def _sources() -> str:
+    """Give one hash of everything that a session may judge: a result of other sources is none of these."""
+    digest = hashlib.sha256()
+    below = sorted(file for folder in JUDGED_FOLDERS for file in (ROOT / folder).rglob("*"))
+    for path in (*(ROOT / name for name in JUDGED), *below):
+        name = path.relative_to(ROOT)
+        made = any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
+        if path.is_file() and not made:
+            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
 @dataclass(slots=True)
 class Result:
     """What one session leaves behind for the summary and for the release gate."""
@@ -199,6 +213,8 @@ class Result:
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)  # pytest's, where only some tests were asked for
+    failures: list[str] = field(default_factory=list)  # by name: the gate's reasons
+    sources: str = field(default_factory=_sources)
 
     @property
     def file(self) -> Path:
@@ -238,6 +254,7 @@ def check(session: nox.Session, result: Result, *command: str, env: Mapping[str,
     session.log(" ".join(command[1:]))
     done = subprocess.run(command, env={**os.environ, **(env or {})}, check=False)
     result.add({"passed" if done.returncode == 0 else "failed": 1})
+    result.failures += [" ".join(command[1:])] if done.returncode else []
     session.log(f"{'ok' if done.returncode == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s")
 
 
@@ -255,6 +272,7 @@ def pytest(
     session.log(" ".join(command[1:]))
     done = subprocess.run(command, env={**os.environ, **(env or {})}, check=False)
     counts = _counted(junit) if junit.is_file() else {}
+    result.failures += _failures(junit) if junit.is_file() else []
     if counts.get("skipped"):
         session.warn(f"{counts['skipped']} tests were skipped: that counts as failed")
         counts["failed"] = counts.get("failed", 0) + counts["skipped"]
@@ -275,6 +293,13 @@ def _counted(junit: Path) -> dict[str, int]:
         else:
             counts["passed"] += 1
     return counts
+
+
+def _failures(junit: Path) -> list[str]:
+    """Name the tests that failed."""
+    cases = ET.parse(junit).getroot().iter("testcase")
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return [f"{case.get('classname')}::{case.get('name')}" for case in bad]
 
 
 def _must_be_there(session: nox.Session, result: Result, *patterns: str) -> list[str]:
@@ -402,14 +427,18 @@ EXPECTED = (
 )
 
 
+def _title(name: str, target: str | None) -> str:
+    return f"{name}({target})" if target else name
+
+
 @nox.session
 def summary(session: nox.Session) -> None:
     """Count what the sessions of this run left; one that should have run and did not is a failure."""
     passed, failed = 0, 0 if SUPPORTED else 1
     for name, target in EXPECTED:
-        file = Result(name, target).file
+        file = Result(name, target, sources="").file
         found = json.loads(file.read_text()) if file.is_file() else {}
-        title = f"{name}({target})" if target else name
+        title = _title(name, target)
         if found.get("run") != RUN_ID or found["arguments"]:
             print(f"{title:24} did not run, or not all of it")
             failed += 1
@@ -434,6 +463,13 @@ def _matrix(session: nox.Session, *command: str) -> None:
 def fork(session: nox.Session) -> None:
     """Judge a fork's checkout by its sources, importing nothing of it: -- --source TREE [--json]."""
     _matrix(session, "fork")
+
+
+@nox.session(default=False)
+def gate(session: nox.Session) -> None:
+    """Go or no-go, from the results that lie there: -- [--json]. Figures decide nothing."""
+    needed = [f"--need={_title(name, target)}" for name, target in EXPECTED if name != "bench"]
+    _matrix(session, "gate", "--results", str(RESULTS), "--sources", _sources(), *needed)
 
 
 @nox.session(default=False)

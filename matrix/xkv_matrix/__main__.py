@@ -1,4 +1,4 @@
-"""The matrix's command line: ``python -m xkv_matrix extract|contracts|fork``, from the repository.
+"""The matrix's command line: ``python -m xkv_matrix extract|contracts|fork|gate|table``, from the repository.
 
 Owns: arguments, output and exit codes (0 fits, 1 findings, 2 bad input). Must not know: any check.
 """
@@ -11,9 +11,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import fork
+from . import fork, gate
 from .check import Places, check, write
 from .findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
+from .table import placed, table_text
 from .targets import TARGETS_FILE, find_target, load_targets
 from .wheels import fetch, unpack
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     Command = Callable[[argparse.Namespace], int]
 
 __all__ = ["main"]
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,6 +51,19 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--python", help="an interpreter with the release installed: ask the live reader too")
     command = add("fork", "judge a checkout of a fork, importing nothing of it")
     command.add_argument("--source", type=Path, required=True, metavar="TREE", help="the folder that holds vllm/")
+    command = add("gate", "go or no-go, from the results of every session of every row")
+    command.add_argument("--results", type=Path, default=_ROOT / "results", help="the folder of results")
+    command.add_argument(
+        "--need", action="append", default=[], metavar="SESSION", help="another session that must pass"
+    )
+    command.add_argument("--sources", metavar="HASH", help="what the results must say that they ran on")
+    command.add_argument("--out", type=Path, default=_ROOT / "gate.json", help="where the verdict is written")
+    command = add("table", "the support table of the README, from gate.json")
+    command.add_argument("--gate", type=Path, default=_ROOT / "gate.json", help="what the gate wrote")
+    command.add_argument("--page", type=Path, default=_ROOT / "README.md", help="the page that holds the table")
+    action = command.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="fail where the page says something else")
+    action.add_argument("--write", action="store_true", help="put it into the page")
     return parser
 
 
@@ -90,7 +106,39 @@ def _fork(options: argparse.Namespace) -> int:
     return EXIT_OK if judgement.usable else EXIT_FINDINGS
 
 
-COMMANDS: Mapping[str, Command] = {"extract": _extract, "contracts": _contracts, "fork": _fork}
+def _gate(options: argparse.Namespace) -> int:
+    needed = [gate.Session.parse(text) for text in options.need]
+    verdict = gate.judge(load_targets(options.targets), needed, options.results, Places(), options.sources)
+    gate.save_gate(verdict, options.out)
+    _say(verdict.as_json() if options.json else None, verdict.as_lines())
+    return EXIT_OK if verdict.verdict == "go" else EXIT_FINDINGS
+
+
+def _table(options: argparse.Namespace) -> int:
+    table = table_text(load_targets(options.targets), gate.load_gate(options.gate), Places())
+    if not options.check and not options.write:
+        _say({"table": table} if options.json else None, (table,))
+        return EXIT_OK
+    try:
+        page = options.page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MatrixError(f"{options.page}: {error.strerror}") from error
+    wanted = placed(page, table)
+    if options.write:
+        options.page.write_text(wanted, encoding="utf-8")
+    fits = options.write or wanted == page
+    text = f"{options.page.name}: the support table {'is' if fits else 'is not'} what the gate says"
+    _say({"page": str(options.page), "fits": fits} if options.json else None, (text,))
+    return EXIT_OK if fits else EXIT_FINDINGS
+
+
+COMMANDS: Mapping[str, Command] = {
+    "extract": _extract,
+    "contracts": _contracts,
+    "fork": _fork,
+    "gate": _gate,
+    "table": _table,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
