@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,8 +41,7 @@ SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
 TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
 # Tests in tests/ that need a release: real engines, and its scheduler and connector driven without a model.
 STACK_TESTS = ("tests/test_stack_*.py", "tests/test_harness_*.py")
-JUDGED = ("noxfile.py", "dev.py", "pyproject.toml")
-JUDGED_FOLDERS = ("packages", "compat", "matrix", "tests", "demo", "bench", "requirements")
+JUDGED = ("noxfile.py", "pyproject.toml", "packages", "compat", "matrix", "tests", "demo", "bench", "requirements")
 MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
 RUN_ID = f"{os.getpid()}-{time.time_ns()}"  # tells this run's results from an earlier run's
 
@@ -121,14 +121,14 @@ def _uv_env() -> dict[str, str | None]:
     return env
 
 
-def environment(session: nox.Session, name: str, requirements: Path, engine: str = "") -> Path:
-    """Give the python of the environment called `name`, making it when its requirements have changed.
+def environment(session: nox.Session, name: str, needs: Path, engine: str = "", ours: Sequence[str] = PACKAGES) -> Path:
+    """Give the python of the environment called `name`, making it when what it `needs` has changed.
 
     `engine` is a hashed requirement line that is installed without its dependencies. Making is guarded by a
     lock that the kernel drops, and an environment is in place only when it is whole.
     """
-    seed = [requirements.read_bytes(), engine.encode(), sys.version.encode(), str(ROOT).encode()]
-    seed += [(ROOT / package / "pyproject.toml").read_bytes() for package in PACKAGES]
+    seed = [needs.read_bytes(), engine.encode(), sys.version.encode(), str(ROOT).encode()]
+    seed += [(ROOT / package / "pyproject.toml").read_bytes() for package in ours]
     folder = STATE / "envs" / f"{name}-{hashlib.sha256(b'|'.join(seed)).hexdigest()[:12]}"
     done = folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -139,13 +139,13 @@ def environment(session: nox.Session, name: str, requirements: Path, engine: str
                 shutil.rmtree(stale)
             start = time.monotonic()
             session.log(f"making the environment {folder.name}")
-            _fill(session, folder, requirements, engine)
+            _fill(session, folder, needs, engine, ours)
             done.write_text("")
             session.log(f"made {folder.name} in {time.monotonic() - start:.0f} s")
     return folder / "bin" / "python"
 
 
-def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str) -> None:
+def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str, ours: Sequence[str]) -> None:
     uv, env, python = _uv(session), _uv_env(), str(folder / "bin" / "python")
     install = (uv, "pip", "install", "--quiet", "--no-config", "--python", python)
 
@@ -161,8 +161,9 @@ def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str) -
         here = ("--find-links", str(WHEELS)) if WHEELS.is_dir() else ()
         run(*install, *here, "--no-deps", "--require-hashes", "--requirements", str(lines))
     # Built anew by the pinned hatchling that stands in every requirement file: nothing is fetched here.
-    editable = [part for package in PACKAGES for part in ("--editable", str(ROOT / package))]
-    run(*install, "--no-cache", "--no-deps", "--no-build-isolation", *editable)
+    editable = [part for package in ours for part in ("--editable", str(ROOT / package))]
+    if editable:
+        run(*install, "--no-cache", "--no-deps", "--no-build-isolation", *editable)
 
 
 def _dev(session: nox.Session) -> str:
@@ -193,8 +194,7 @@ def _stack_env(target: Target) -> dict[str, str]:
 def _sources() -> str:
     """Give one hash of everything that a session may judge: a result of other sources is none of these."""
     digest = hashlib.sha256()
-    below = sorted(file for folder in JUDGED_FOLDERS for file in (ROOT / folder).rglob("*"))
-    for path in (*(ROOT / name for name in JUDGED), *below):
+    for path in sorted(path for place in JUDGED for path in (ROOT / place, *(ROOT / place).rglob("*"))):
         name = path.relative_to(ROOT)
         made = any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
         if path.is_file() and not made:
@@ -470,6 +470,25 @@ def gate(session: nox.Session) -> None:
     """Go or no-go, from the results that lie there: -- [--json]. Figures decide nothing."""
     needed = [f"--need={_title(name, target)}" for name, target in EXPECTED if name != "bench"]
     _matrix(session, "gate", "--results", str(RESULTS), "--sources", _sources(), *needed)
+
+
+@nox.session(default=False)
+def vendor(session: nox.Session) -> None:
+    """Copy compat, or the whole stack, into a fork's tree: -- --into DIR --as PACKAGE [--whole]."""
+    _matrix(session, "vendor")
+
+
+@nox.session(default=False)
+def vendored(session: nox.Session) -> None:
+    """Tests of a copy of compat under another name, in an environment that has no original."""
+    with recorded(session, "vendored") as result, tempfile.TemporaryDirectory() as folder:
+        dev, python = _dev(session), environment(session, "bare", ROOT / "requirements" / "dev.txt", ours=())
+        source, tests = Path(folder, "src"), Path(folder, "tests")
+        source.mkdir()
+        command = ("-m", "xkv_matrix", "vendor", "--into", str(source), "--as", "renamed_copy", "--tests", str(tests))
+        check(session, result, dev, *command, env=MATRIX_ENV)
+        settings = f"-c={ROOT / 'pyproject.toml'}"
+        pytest(session, result, str(python), settings, str(tests), env={"PYTHONPATH": str(source)})
 
 
 @nox.session(default=False)

@@ -1,4 +1,4 @@
-"""The matrix's command line: ``python -m xkv_matrix extract|contracts|fork|gate|table``, from the repository.
+"""The matrix's command line: ``python -m xkv_matrix COMMAND``, from the repository.
 
 Owns: arguments, output and exit codes (0 fits, 1 findings, 2 bad input). Must not know: any check.
 """
@@ -16,6 +16,7 @@ from .check import Places, check, write
 from .findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
 from .table import placed, table_text
 from .targets import TARGETS_FILE, find_target, load_targets
+from .vendor import vendor, vendor_tests
 from .wheels import fetch, unpack
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ def _parser() -> argparse.ArgumentParser:
     action = command.add_mutually_exclusive_group()
     action.add_argument("--check", action="store_true", help="fail where the page says something else")
     action.add_argument("--write", action="store_true", help="put it into the page")
+    command = add("vendor", "copy compat, or the whole stack, into a fork's tree under another name")
+    command.add_argument("--into", type=Path, required=True, metavar="DIR", help="the folder that gets the package")
+    command.add_argument("--as", dest="name", required=True, metavar="PACKAGE", help="the copy's name")
+    command.add_argument("--whole", action="store_true", help="the whole stack, not compat alone")
+    command.add_argument("--tests", type=Path, metavar="DIR", help="copy compat's tests, too, speaking of the copy")
     return parser
 
 
@@ -132,12 +138,22 @@ def _table(options: argparse.Namespace) -> int:
     return EXIT_OK if fits else EXIT_FINDINGS
 
 
+def _vendor(options: argparse.Namespace) -> int:
+    places = [vendor(options.into, options.name, whole=options.whole)]
+    if options.tests is not None:
+        places.append(vendor_tests(options.tests, options.name))
+    lines = [str(place) for place in places]
+    _say({"package": options.name, "written": lines} if options.json else None, lines)
+    return EXIT_OK
+
+
 COMMANDS: Mapping[str, Command] = {
     "extract": _extract,
     "contracts": _contracts,
     "fork": _fork,
     "gate": _gate,
     "table": _table,
+    "vendor": _vendor,
 }
 
 
