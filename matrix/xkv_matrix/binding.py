@@ -97,6 +97,8 @@ def bind(uses: Uses, reader: SourceReader, ours: OurClasses) -> list[Finding]:
     sides = {role: _Side(role, reader, ours) for role in ROLES}
     findings = [Finding(_CHECK, where, "a call on an object of unknown class: nothing checks it")
                 for where in uses.unresolved]  # fmt: skip
+    findings += [Finding(_CHECK, module, "names our classes, and is no module whose calls are looked for")
+                 for module in uses.unread]  # fmt: skip
     findings += [
         Finding(_CHECK, use.at, f"{misfit_key(use)}: {text}")
         for use in uses.found
