@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
 TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
 # Tests in tests/ that need a release: real engines, and its scheduler and connector driven without a model.
 STACK_TESTS = ("tests/test_stack_*.py", "tests/test_harness_*.py")
+JUDGED = ("noxfile.py", "pyproject.toml", "packages", "compat", "matrix", "tests", "demo", "bench", "requirements")
 MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
 RUN_ID = f"{os.getpid()}-{time.time_ns()}"  # tells this run's results from an earlier run's
 
@@ -119,14 +121,14 @@ def _uv_env() -> dict[str, str | None]:
     return env
 
 
-def environment(session: nox.Session, name: str, requirements: Path, engine: str = "") -> Path:
-    """Give the python of the environment called `name`, making it when its requirements have changed.
+def environment(session: nox.Session, name: str, needs: Path, engine: str = "", ours: Sequence[str] = PACKAGES) -> Path:
+    """Give the python of the environment called `name`, making it when what it `needs` has changed.
 
     `engine` is a hashed requirement line that is installed without its dependencies. Making is guarded by a
     lock that the kernel drops, and an environment is in place only when it is whole.
     """
-    seed = [requirements.read_bytes(), engine.encode(), sys.version.encode(), str(ROOT).encode()]
-    seed += [(ROOT / package / "pyproject.toml").read_bytes() for package in PACKAGES]
+    seed = [needs.read_bytes(), engine.encode(), sys.version.encode(), str(ROOT).encode()]
+    seed += [(ROOT / package / "pyproject.toml").read_bytes() for package in ours]
     folder = STATE / "envs" / f"{name}-{hashlib.sha256(b'|'.join(seed)).hexdigest()[:12]}"
     done = folder / "complete"
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -137,13 +139,13 @@ def environment(session: nox.Session, name: str, requirements: Path, engine: str
                 shutil.rmtree(stale)
             start = time.monotonic()
             session.log(f"making the environment {folder.name}")
-            _fill(session, folder, requirements, engine)
+            _fill(session, folder, needs, engine, ours)
             done.write_text("")
             session.log(f"made {folder.name} in {time.monotonic() - start:.0f} s")
     return folder / "bin" / "python"
 
 
-def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str) -> None:
+def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str, ours: Sequence[str]) -> None:
     uv, env, python = _uv(session), _uv_env(), str(folder / "bin" / "python")
     install = (uv, "pip", "install", "--quiet", "--no-config", "--python", python)
 
@@ -159,8 +161,9 @@ def _fill(session: nox.Session, folder: Path, requirements: Path, engine: str) -
         here = ("--find-links", str(WHEELS)) if WHEELS.is_dir() else ()
         run(*install, *here, "--no-deps", "--require-hashes", "--requirements", str(lines))
     # Built anew by the pinned hatchling that stands in every requirement file: nothing is fetched here.
-    editable = [part for package in PACKAGES for part in ("--editable", str(ROOT / package))]
-    run(*install, "--no-cache", "--no-deps", "--no-build-isolation", *editable)
+    editable = [part for package in ours for part in ("--editable", str(ROOT / package))]
+    if editable:
+        run(*install, "--no-cache", "--no-deps", "--no-build-isolation", *editable)
 
 
 def _dev(session: nox.Session) -> str:
@@ -188,6 +191,17 @@ def _stack_env(target: Target) -> dict[str, str]:
 # --- results ----------------------------------------------------------------------------------------------
 
 
+def _sources() -> str:
+    """Give one hash of everything that a session may judge: a result of other sources is none of these."""
+    digest = hashlib.sha256()
+    for path in sorted(path for place in JUDGED for path in (ROOT / place, *(ROOT / place).rglob("*"))):
+        name = path.relative_to(ROOT)
+        made = any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
+        if path.is_file() and not made:
+            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
 @dataclass(slots=True)
 class Result:
     """What one session leaves behind for the summary and for the release gate."""
@@ -199,6 +213,8 @@ class Result:
     seconds: float = 0.0
     counts: dict[str, int] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)  # pytest's, where only some tests were asked for
+    failures: list[str] = field(default_factory=list)  # by name: the gate's reasons
+    sources: str = field(default_factory=_sources)
 
     @property
     def file(self) -> Path:
@@ -238,6 +254,7 @@ def check(session: nox.Session, result: Result, *command: str, env: Mapping[str,
     session.log(" ".join(command[1:]))
     done = subprocess.run(command, env={**os.environ, **(env or {})}, check=False)
     result.add({"passed" if done.returncode == 0 else "failed": 1})
+    result.failures += [" ".join(command[1:])] if done.returncode else []
     session.log(f"{'ok' if done.returncode == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s")
 
 
@@ -255,6 +272,7 @@ def pytest(
     session.log(" ".join(command[1:]))
     done = subprocess.run(command, env={**os.environ, **(env or {})}, check=False)
     counts = _counted(junit) if junit.is_file() else {}
+    result.failures += _failures(junit) if junit.is_file() else []
     if counts.get("skipped"):
         session.warn(f"{counts['skipped']} tests were skipped: that counts as failed")
         counts["failed"] = counts.get("failed", 0) + counts["skipped"]
@@ -275,6 +293,13 @@ def _counted(junit: Path) -> dict[str, int]:
         else:
             counts["passed"] += 1
     return counts
+
+
+def _failures(junit: Path) -> list[str]:
+    """Name the tests that failed."""
+    cases = ET.parse(junit).getroot().iter("testcase")
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return [f"{case.get('classname')}::{case.get('name')}" for case in bad]
 
 
 def _must_be_there(session: nox.Session, result: Result, *patterns: str) -> list[str]:
@@ -395,11 +420,15 @@ EXPECTED = (
     ("types", None),
     ("architecture", None),
     ("test", None),
-    *(("contracts", target.release) for target in SUPPORTED),
+    *(("contracts", target.release) for target in ALL),  # a second each once the wheels are there
     *(("stack", target.release) for target in SUPPORTED),
     *(("demo", target.release) for target in SUPPORTED[-1:]),
     ("bench", None),
 )
+
+
+def _title(name: str, target: str | None) -> str:
+    return f"{name}({target})" if target else name
 
 
 @nox.session
@@ -407,9 +436,9 @@ def summary(session: nox.Session) -> None:
     """Count what the sessions of this run left; one that should have run and did not is a failure."""
     passed, failed = 0, 0 if SUPPORTED else 1
     for name, target in EXPECTED:
-        file = Result(name, target).file
+        file = Result(name, target, sources="").file
         found = json.loads(file.read_text()) if file.is_file() else {}
-        title = f"{name}({target})" if target else name
+        title = _title(name, target)
         if found.get("run") != RUN_ID or found["arguments"]:
             print(f"{title:24} did not run, or not all of it")
             failed += 1
@@ -420,6 +449,46 @@ def summary(session: nox.Session) -> None:
     print(f"{passed} passed, {failed} failed", flush=True)
     if failed:
         session.error("not everything passed")
+
+
+def _matrix(session: nox.Session, *command: str) -> None:
+    """Run one of the matrix's commands where nox was called, and end nox with its exit code: 2 is bad input."""
+    line = (_dev(session), "-m", "xkv_matrix", *command, *session.posargs)
+    done = subprocess.run(line, env={**os.environ, **MATRIX_ENV}, cwd=session.invoked_from, check=False)
+    if done.returncode:
+        sys.exit(done.returncode)  # session.error would make every code a 1
+
+
+@nox.session(default=False)
+def fork(session: nox.Session) -> None:
+    """Judge a fork's checkout by its sources, importing nothing of it: -- --source TREE [--json]."""
+    _matrix(session, "fork")
+
+
+@nox.session(default=False)
+def gate(session: nox.Session) -> None:
+    """Go or no-go, from the results that lie there: -- [--json]. Figures decide nothing."""
+    needed = [f"--need={_title(name, target)}" for name, target in EXPECTED if name != "bench"]
+    _matrix(session, "gate", "--results", str(RESULTS), "--sources", _sources(), *needed)
+
+
+@nox.session(default=False)
+def vendor(session: nox.Session) -> None:
+    """Copy compat, or the whole stack, into a fork's tree: -- --into DIR --as PACKAGE [--whole]."""
+    _matrix(session, "vendor")
+
+
+@nox.session(default=False)
+def vendored(session: nox.Session) -> None:
+    """Tests of a copy of compat under another name, in an environment that has no original."""
+    with recorded(session, "vendored") as result, tempfile.TemporaryDirectory() as folder:
+        dev, python = _dev(session), environment(session, "bare", ROOT / "requirements" / "dev.txt", ours=())
+        source, tests = Path(folder, "src"), Path(folder, "tests")
+        source.mkdir()
+        command = ("-m", "xkv_matrix", "vendor", "--into", str(source), "--as", "renamed_copy", "--tests", str(tests))
+        check(session, result, dev, *command, env=MATRIX_ENV)
+        settings = f"-c={ROOT / 'pyproject.toml'}"
+        pytest(session, result, str(python), settings, str(tests), env={"PYTHONPATH": str(source)})
 
 
 @nox.session(default=False)

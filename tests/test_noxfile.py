@@ -114,7 +114,30 @@ def test_only_torch_loses_its_hashes(noxfile: ModuleType) -> None:
 
 
 def test_a_bare_run_holds_every_supported_release(noxfile: ModuleType) -> None:
+    assert {("contracts", target.release) for target in noxfile.ALL} <= set(noxfile.EXPECTED)
     assert noxfile.SUPPORTED
     for target in noxfile.SUPPORTED:
         assert {("contracts", target.release), ("stack", target.release)} <= set(noxfile.EXPECTED)
         assert target.torch in (ROOT / "matrix" / target.requirements).read_text()
+
+
+def test_a_result_says_what_it_ran_on(noxfile: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate takes no result of other sources; what is made by running them must not count as a change."""
+    monkeypatch.setattr(noxfile, "ROOT", tmp_path)
+    source = tmp_path / "compat" / "src" / "a.py"
+    (source.parent / "__pycache__").mkdir(parents=True)
+    source.write_text("1")
+    first = noxfile._sources()
+    (source.parent / "__pycache__" / "a.pyc").write_text("x")
+    (tmp_path / "compat" / ".hidden").write_text("x")
+    (tmp_path / "README.md").write_text("x")
+    assert noxfile._sources() == first
+    source.write_text("2")
+    assert noxfile._sources() != first
+
+
+def test_failed_tests_are_named_for_the_gate(noxfile: ModuleType, tmp_path: Path) -> None:
+    junit = tmp_path / "junit.xml"
+    cases = '<testcase classname="a" name="b"><failure/></testcase><testcase classname="a" name="c"/>'
+    junit.write_text(f"<testsuite>{cases}</testsuite>")
+    assert noxfile._failures(junit) == ["a::b"]

@@ -5,17 +5,17 @@ Owns: their text, and the fixtures that write them. Must not know: how uses are 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from xkv_matrix.check import Places
+from xkv_matrix.check import Places, load_expected, write
 from xkv_matrix.targets import Target
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
+Make = Callable[[dict[str, str]], Path]
+BASE = "v1/kv_offload/base.py"
 _CONNECTOR = "distributed/kv_transfer/kv_connector/v1"
 
 RELEASE: dict[str, str] = {
@@ -191,7 +191,7 @@ def ours() -> dict[str, str]:
 
 
 @pytest.fixture
-def make_tree(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
+def make_tree(tmp_path: Path) -> Make:
     def make(files: dict[str, str]) -> Path:
         tree = tmp_path / "tree"
         write_files(tree / "vllm", {"__init__.py": "", **files})
@@ -201,7 +201,7 @@ def make_tree(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
 
 
 @pytest.fixture
-def make_ours(tmp_path: Path) -> Callable[[dict[str, str]], Path]:
+def make_ours(tmp_path: Path) -> Make:
     def make(files: dict[str, str]) -> Path:
         return write_files(tmp_path / "ours", files)
 
@@ -224,3 +224,37 @@ def target() -> Target:
         sha256="0" * 64,
         torch="2.0",
     )
+
+
+@pytest.fixture
+def whole(release: dict[str, str]) -> dict[str, str]:
+    """The small release with the rest of what the product needs: nothing but a test's own change is missing."""
+    release[BASE] += "\n".join(
+        f"\nclass {name}: ..."
+        for name in ("ReqContext", "OffloadingCounterMetadata", "OffloadingGaugeMetadata",
+                     "OffloadingHistogramMetadata", "CanonicalKVCaches", "get_offload_block_hash",
+                     "get_offload_group_idx")
+    )  # fmt: skip
+    release[BASE] += "\n\nfrom enum import Enum\n"
+    release[BASE] += "\nclass OffloadPolicy(Enum):\n    BLOCK_LEVEL = 1\n\nclass LookupResult(Enum):\n    HIT = 1\n"
+    connector = "distributed/kv_transfer/kv_connector/v1"
+    release[f"{connector}/offloading_connector.py"] = "class OffloadingConnector: ...\n"
+    release[f"{connector}/offloading/metrics.py"] += "\nclass OffloadingConnectorStats: ...\n"
+    return release
+
+
+@pytest.fixture
+def our_side(make_ours: Make, ours: dict[str, str]) -> Path:
+    return make_ours(ours)
+
+
+@pytest.fixture
+def extracted(
+    make_tree: Make, whole: dict[str, str], our_side: Path, target: Target, places: Places
+) -> tuple[Target, Path]:
+    """A release whose contract and table are written, and a row that says what the table says."""
+    assert our_side == places.ours
+    tree = make_tree(whole)
+    _, table = write(target, tree, places)
+    absent = tuple(name for name, present in load_expected(table).features.items() if not present)
+    return replace(target, lacks=absent), tree

@@ -93,6 +93,16 @@ def test_a_release_that_moves_on(judge: Judge, call: str, said: str) -> None:
     assert "scheduler:OffloadingConnectorScheduler.newer:" in finding.where
 
 
+def test_what_every_class_has_needs_nobody_to_define_it(judge: Judge) -> None:
+    """A release may name our class in its log."""
+
+    def change(release: dict[str, str], _: dict[str, str]) -> None:
+        metrics = "distributed/kv_transfer/kv_connector/v1/offloading/metrics.py"
+        release[metrics] += "        self.name = spec_cls.__name__\n"
+
+    assert judge(change) == []
+
+
 def test_an_abstract_method_that_nobody_calls(judge: Judge) -> None:
     """A class of ours that lacks one cannot be made at all."""
 
@@ -102,6 +112,24 @@ def test_an_abstract_method_that_nobody_calls(judge: Judge) -> None:
     assert [str(finding) for finding in judge(change)] == [
         "binding: XkvOffloadingSpec.newest: spec.newest: abstract in this release, and not ours"
     ]
+
+
+@pytest.mark.parametrize("place", ["offloading/newer.py", "newer/__init__.py"])
+def test_a_module_that_nobody_looks_into(judge: Judge, place: str) -> None:
+    """A connector that is split must not take its calls out of sight."""
+
+    def change(release: dict[str, str], _: dict[str, str]) -> None:
+        connectors = "distributed/kv_transfer/kv_connector/v1"
+        text = "from vllm.v1.kv_offload.base import OffloadingManager\n"
+        release[f"{connectors}/{place}"] = text
+        release["v1/kv_offload/others_own.py"] = text  # makes its own, and calls none of ours
+
+    (finding,) = judge(change)
+    module = place.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    assert str(finding) == (
+        f"binding: vllm.distributed.kv_transfer.kv_connector.v1.{module}: "
+        "names our classes, and is no module whose calls are looked for"
+    )
 
 
 def test_a_base_module_that_moved_is_not_silence(judge: Judge) -> None:

@@ -21,40 +21,6 @@ Make = Callable[[dict[str, str]], Path]
 _BASE = "v1/kv_offload/base.py"
 
 
-@pytest.fixture
-def whole(release: dict[str, str]) -> dict[str, str]:
-    """The small release with the rest of what the product needs: nothing but a test's own change is missing."""
-    release[_BASE] += "\n".join(
-        f"\nclass {name}: ..."
-        for name in ("ReqContext", "OffloadingCounterMetadata", "OffloadingGaugeMetadata",
-                     "OffloadingHistogramMetadata", "CanonicalKVCaches", "get_offload_block_hash",
-                     "get_offload_group_idx")
-    )  # fmt: skip
-    release[_BASE] += "\n\nfrom enum import Enum\n"
-    release[_BASE] += "\nclass OffloadPolicy(Enum):\n    BLOCK_LEVEL = 1\n\nclass LookupResult(Enum):\n    HIT = 1\n"
-    connector = "distributed/kv_transfer/kv_connector/v1"
-    release[f"{connector}/offloading_connector.py"] = "class OffloadingConnector: ...\n"
-    release[f"{connector}/offloading/metrics.py"] += "\nclass OffloadingConnectorStats: ...\n"
-    return release
-
-
-@pytest.fixture
-def our_side(make_ours: Make, ours: dict[str, str]) -> Path:
-    return make_ours(ours)
-
-
-@pytest.fixture
-def extracted(
-    make_tree: Make, whole: dict[str, str], our_side: Path, target: Target, places: Places
-) -> tuple[Target, Path]:
-    """A release whose contract and table are written, and a row that says what the table says."""
-    assert our_side == places.ours
-    tree = make_tree(whole)
-    _, table = write(target, tree, places)
-    absent = tuple(name for name, present in load_expected(table).features.items() if not present)
-    return replace(target, lacks=absent), tree
-
-
 def _texts(target: Target, tree: Path, places: Places) -> list[str]:
     return [str(finding) for finding in check(target, tree, places).findings]
 

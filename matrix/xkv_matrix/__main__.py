@@ -1,4 +1,4 @@
-"""The matrix's command line: ``python -m xkv_matrix extract|contracts TARGET``, from the repository.
+"""The matrix's command line: ``python -m xkv_matrix COMMAND``, from the repository.
 
 Owns: arguments, output and exit codes (0 fits, 1 findings, 2 bad input). Must not know: any check.
 """
@@ -11,73 +11,157 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import fork, gate
 from .check import Places, check, write
 from .findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
-from .targets import TARGETS_FILE, find_target
+from .table import placed, table_text
+from .targets import TARGETS_FILE, find_target, load_targets
+from .vendor import vendor, vendor_tests
 from .wheels import fetch, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from .targets import Target
 
+    Command = Callable[[argparse.Namespace], int]
+
 __all__ = ["main"]
+
+_ROOT = Path(__file__).resolve().parents[2]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m xkv_matrix", description="Judge a vLLM release by its sources.")
+    parser = argparse.ArgumentParser(prog="python -m xkv_matrix", description="Judge vLLM releases by their sources.")
     commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    shared.add_argument("--targets", type=Path, default=TARGETS_FILE, help=argparse.SUPPRESS)
+    shared.add_argument("--json", action="store_true", help="print one line of JSON")
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, parents=[shared], allow_abbrev=False)
+
     for name, text in (
         ("extract", "write a release's contract and feature table, to be reviewed"),
         ("contracts", "check a release against what is committed, and our side against it"),
     ):
-        command = commands.add_parser(name, help=text)
+        command = add(name, text)
         command.add_argument("release", metavar="TARGET", help="a release of targets.toml")
         command.add_argument("--tree", type=Path, help="judge this source tree instead of the wheel's")
-        command.add_argument("--targets", type=Path, default=TARGETS_FILE, help=argparse.SUPPRESS)
-        command.add_argument("--json", action="store_true", help="print one line of JSON")
         if name == "contracts":
             command.add_argument("--python", help="an interpreter with the release installed: ask the live reader too")
+    command = add("fork", "judge a checkout of a fork, importing nothing of it")
+    command.add_argument("--source", type=Path, required=True, metavar="TREE", help="the folder that holds vllm/")
+    command = add("gate", "go or no-go, from the results of every session of every row")
+    command.add_argument("--results", type=Path, default=_ROOT / "results", help="the folder of results")
+    command.add_argument(
+        "--need", action="append", default=[], metavar="SESSION", help="another session that must pass"
+    )
+    command.add_argument("--sources", metavar="HASH", help="what the results must say that they ran on")
+    command.add_argument("--out", type=Path, default=_ROOT / "gate.json", help="where the verdict is written")
+    command = add("table", "the support table of the README, from gate.json")
+    command.add_argument("--gate", type=Path, default=_ROOT / "gate.json", help="what the gate wrote")
+    command.add_argument("--page", type=Path, default=_ROOT / "README.md", help="the page that holds the table")
+    action = command.add_mutually_exclusive_group()
+    action.add_argument("--check", action="store_true", help="fail where the page says something else")
+    action.add_argument("--write", action="store_true", help="put it into the page")
+    command = add("vendor", "copy compat, or the whole stack, into a fork's tree under another name")
+    command.add_argument("--into", type=Path, required=True, metavar="DIR", help="the folder that gets the package")
+    command.add_argument("--as", dest="name", required=True, metavar="PACKAGE", help="the copy's name")
+    command.add_argument("--whole", action="store_true", help="the whole stack, not compat alone")
+    command.add_argument("--tests", type=Path, metavar="DIR", help="copy compat's tests, too, speaking of the copy")
     return parser
+
+
+def _say(as_json: Mapping[str, object] | None, lines: Iterable[str]) -> None:
+    """Print one line of JSON where it is asked for, and the lines otherwise."""
+    texts = lines if as_json is None else (json.dumps(as_json),)
+    sys.stdout.writelines(f"{text}\n" for text in texts)
 
 
 def _tree(target: Target, given: Path | None) -> Path:
     return unpack(fetch(target), target.sha256) if given is None else given
 
 
-def _extract(options: argparse.Namespace, target: Target) -> int:
-    paths = write(target, _tree(target, options.tree))
-    lines = [str(path) for path in paths]
-    sys.stdout.write(
-        (json.dumps({"release": target.release, "written": lines}) if options.json else "\n".join(lines)) + "\n"
-    )
+def _extract(options: argparse.Namespace) -> int:
+    target = find_target(options.release, options.targets)
+    lines = [str(path) for path in write(target, _tree(target, options.tree))]
+    _say({"release": target.release, "written": lines} if options.json else None, lines)
     return EXIT_OK
 
 
-def _contracts(options: argparse.Namespace, target: Target) -> int:
+def _contracts(options: argparse.Namespace) -> int:
+    target = find_target(options.release, options.targets)
     verdict = check(target, _tree(target, options.tree), Places(), options.python)
-    if options.json:
-        report = {
-            "release": target.release,
-            "verdict": "findings" if verdict.findings else "fits",
-            "findings": [item.as_json() for item in verdict.findings],
-            "known": [item.as_json() for item in verdict.known],
-        }
-        sys.stdout.write(json.dumps(report) + "\n")
-    else:
-        sys.stdout.writelines(f"{finding}\n" for finding in (*verdict.findings, *verdict.known))
-        count = f"{len(verdict.findings)} finding(s)" if verdict.findings else "fits"
-        known = f", {len(verdict.known)} known misfit(s)" if verdict.known else ""
-        sys.stdout.write(f"{target.release}: {count}{known}\n")
+    report = {
+        "release": target.release,
+        "verdict": "findings" if verdict.findings else "fits",
+        "findings": [item.as_json() for item in verdict.findings],
+        "known": [item.as_json() for item in verdict.known],
+    }
+    count = f"{len(verdict.findings)} finding(s)" if verdict.findings else "fits"
+    known = f", {len(verdict.known)} known misfit(s)" if verdict.known else ""
+    lines = [str(item) for item in (*verdict.findings, *verdict.known)]
+    _say(report if options.json else None, (*lines, f"{target.release}: {count}{known}"))
     return EXIT_FINDINGS if verdict.findings else EXIT_OK
+
+
+def _fork(options: argparse.Namespace) -> int:
+    judgement = fork.judge(options.source, load_targets(options.targets))
+    _say(fork.as_json(judgement) if options.json else None, fork.as_lines(judgement))
+    return EXIT_OK if judgement.usable else EXIT_FINDINGS
+
+
+def _gate(options: argparse.Namespace) -> int:
+    needed = [gate.Session.parse(text) for text in options.need]
+    verdict = gate.judge(load_targets(options.targets), needed, options.results, Places(), options.sources)
+    gate.save_gate(verdict, options.out)
+    _say(verdict.as_json() if options.json else None, verdict.as_lines())
+    return EXIT_OK if verdict.verdict == "go" else EXIT_FINDINGS
+
+
+def _table(options: argparse.Namespace) -> int:
+    table = table_text(load_targets(options.targets), gate.load_gate(options.gate), Places())
+    if not options.check and not options.write:
+        _say({"table": table} if options.json else None, (table,))
+        return EXIT_OK
+    try:
+        page = options.page.read_text(encoding="utf-8")
+    except OSError as error:
+        raise MatrixError(f"{options.page}: {error.strerror}") from error
+    wanted = placed(page, table)
+    if options.write:
+        options.page.write_text(wanted, encoding="utf-8")
+    fits = options.write or wanted == page
+    text = f"{options.page.name}: the support table {'is' if fits else 'is not'} what the gate says"
+    _say({"page": str(options.page), "fits": fits} if options.json else None, (text,))
+    return EXIT_OK if fits else EXIT_FINDINGS
+
+
+def _vendor(options: argparse.Namespace) -> int:
+    places = [vendor(options.into, options.name, whole=options.whole)]
+    if options.tests is not None:
+        places.append(vendor_tests(options.tests, options.name))
+    lines = [str(place) for place in places]
+    _say({"package": options.name, "written": lines} if options.json else None, lines)
+    return EXIT_OK
+
+
+COMMANDS: Mapping[str, Command] = {
+    "extract": _extract,
+    "contracts": _contracts,
+    "fork": _fork,
+    "gate": _gate,
+    "table": _table,
+    "vendor": _vendor,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Bad input is one line on stderr."""
     options = _parser().parse_args(arguments)
     try:
-        target = find_target(options.release, options.targets)
-        return _extract(options, target) if options.command == "extract" else _contracts(options, target)
+        return COMMANDS[options.command](options)
     except MatrixError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return EXIT_BAD_INPUT

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .connector import Use, Uses
 
-__all__ = ["OUR_CLASSES", "OurClasses", "bind", "misfit_key"]
+__all__ = ["OUR_CLASSES", "OurClasses", "bind", "called", "misfit_key"]
 
 # Role → our class. Objects of the other roles are the release's own classes, filled in by us.
 OUR_CLASSES: Mapping[str, str] = {
@@ -35,6 +35,8 @@ OUR_CLASSES: Mapping[str, str] = {
 }
 # What a release may make a spec from: ours takes anything, and reads these two shapes.
 MADE_FROM = (("config",), ("vllm_config", "kv_cache_config"))
+# What Python gives every class, whoever writes it.
+OF_EVERY_CLASS = frozenset({"__doc__", "__module__", "__name__", "__qualname__"})
 _CHECK = "binding"
 _ABSTRACT = "abstract in this release, and not ours"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -85,11 +87,18 @@ def misfit_key(use: Use) -> str:
     return f"{use.role}.{use.name}"
 
 
+def called(uses: Uses, role: str) -> bool:
+    """Whether anything calls an object of the role at all."""
+    return any(use.role == role and use.kind in {"call", "make"} for use in uses.found)
+
+
 def bind(uses: Uses, reader: SourceReader, ours: OurClasses) -> list[Finding]:
     """Everything of a release's uses that does not fit our classes; each finding names the call site."""
     sides = {role: _Side(role, reader, ours) for role in ROLES}
     findings = [Finding(_CHECK, where, "a call on an object of unknown class: nothing checks it")
                 for where in uses.unresolved]  # fmt: skip
+    findings += [Finding(_CHECK, module, "names our classes, and is no module whose calls are looked for")
+                 for module in uses.unread]  # fmt: skip
     findings += [
         Finding(_CHECK, use.at, f"{misfit_key(use)}: {text}")
         for use in uses.found
@@ -127,7 +136,7 @@ class _Side:
 
     def misfit(self, use: Use) -> str | None:
         """Why a use does not fit, or None."""
-        if use.kind in {"ask", "write"}:
+        if use.kind in {"ask", "write"} or (use.kind == "read" and use.name in OF_EVERY_CLASS):
             return None
         found = self._find(use.name)
         if found is None:

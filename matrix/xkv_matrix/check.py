@@ -20,6 +20,7 @@ from .binding import OurClasses, bind
 from .connector import uses_of
 from .extract import contract_text, extract, load_contract
 from .findings import Finding, MatrixError
+from .mutation import mutations
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -174,6 +175,17 @@ def _feature_findings(target: Target, features: Features, expected: Expected, wh
     return findings
 
 
+def _mutation_findings(
+    target: Target, reader: SourceReader, features: Features, expected: Expected, where: str
+) -> Iterator[Finding]:
+    """What the probe table or the tables beside it would miss, if the release lost one thing that is probed."""
+    for probe, without, findings in mutations(reader):
+        yield from findings
+        changed = dict(without) != dict(features) or without.unmet != features.unmet
+        if changed and not _feature_findings(target, without, expected, where):
+            yield Finding("mutation", str(probe), f"taking it away is not noticed by {where}")
+
+
 def _judged(bound: list[Finding], expected: Expected, where: str) -> tuple[list[Finding], list[Finding]]:
     """Split misfits into findings and known ones; a known misfit that fits by now is a finding."""
     left, known = [], {}
@@ -219,6 +231,7 @@ def check(target: Target, tree: Path, places: Places | None = None, live_python:
         return Verdict((*findings, *bound, absent))
     expected = load_expected(table)
     findings += _feature_findings(target, features, expected, where)
+    findings += _mutation_findings(target, reader, features, expected, where)
     unknown, known = _judged(bound, expected, where)
     findings += unknown
     if live_python is not None:

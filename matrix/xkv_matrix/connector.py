@@ -7,6 +7,7 @@ Must not know: our own classes, and what is done about a use that does not fit.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,11 @@ ROLES: Mapping[str, tuple[tuple[str, str], ...]] = {
 }
 
 
+# Where a module that names one of these is taken for part of the connector; whoever else names them makes them.
+_CONNECTORS = ("distributed", "kv_transfer")
+_NAMED = re.compile(rb"\b(OffloadingSpec|OffloadingManager|OffloadingWorker|OffloadingHandler)\b")
+
+
 @dataclass(frozen=True, order=True)
 class Use:
     """One thing that the connector does with an object of a role.
@@ -76,10 +82,15 @@ class Use:
 
 @dataclass(frozen=True)
 class Uses:
-    """What was found, and the calls that may be on our objects but whose receiver is not known."""
+    """What was found, and what nothing checks.
+
+    ``unresolved``: calls that may be on our objects but whose receiver is not known. ``unread``: modules of
+    connectors that name our classes and are none of MODULES.
+    """
 
     found: tuple[Use, ...]
     unresolved: tuple[str, ...]
+    unread: tuple[str, ...] = ()
 
 
 def role_classes(reader: SourceReader) -> dict[str, str]:
@@ -107,7 +118,16 @@ def uses_of(reader: SourceReader) -> Uses:
         for scope in walk_scopes(module, tree, classes):
             found.extend(_uses_in(scope, roles))
             unresolved.extend(_unresolved(scope, watched))
-    return Uses(tuple(sorted(set(found))), tuple(sorted(set(unresolved))))
+    return Uses(tuple(sorted(set(found))), tuple(sorted(set(unresolved))), tuple(_unread(reader)))
+
+
+def _unread(reader: SourceReader) -> Iterator[str]:
+    package = reader.tree.package
+    for path in sorted(package.joinpath(*_CONNECTORS).rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        module = ".".join(("vllm", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+        if module not in MODULES and _NAMED.search(path.read_bytes()):
+            yield module
 
 
 def _public_methods(reader: SourceReader, roles: Mapping[str, str]) -> frozenset[str]:

@@ -59,6 +59,11 @@ class Target:
     lacks: tuple[str, ...] = ()
     cannot_run: tuple[CannotRun, ...] = field(default=())
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The release as numbers, so that 0.9 comes before 0.10."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.release))
+
 
 def _bad(where: str, text: str) -> MatrixError:
     return MatrixError(f"{where}: {text}")

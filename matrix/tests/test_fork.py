@@ -1,0 +1,188 @@
+"""Forks: a checkout that we do not fit must not pass, and one that we do must not be turned away for being new."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from xkv_matrix import fork
+from xkv_matrix.__main__ import main
+from xkv_matrix.check import Places, load_expected, write
+from xkv_matrix.findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
+from xkv_matrix.targets import load_targets
+from xkv_matrix.wheels import unpack, wheels_folder
+
+if TYPE_CHECKING:
+    from xkv_matrix.fork import Judgement
+    from xkv_matrix.targets import Target
+
+Make = Callable[[dict[str, str]], Path]
+_BASE = "v1/kv_offload/base.py"
+_OFFLOADING = "distributed/kv_transfer/kv_connector/v1/offloading"
+_LATEST = "    def complete_store(self, keys, req_context, success=True): ...\n"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A small world of two known releases, and a way of judging a change of the newer one."""
+
+    files: dict[str, str]
+    targets: tuple[Target, ...]
+    places: Places
+    make: Make
+
+    def judge(self, change: dict[str, tuple[str, str]] | None = None, gone: tuple[str, ...] = ()) -> Judgement:
+        """Judge the newer release with (old, new) replaced in some files and others gone."""
+        files = {name: text for name, text in self.files.items() if name not in gone}
+        for name, (old, new) in (change or {}).items():
+            assert old in files[name]
+            files[name] = files[name].replace(old, new)
+        tree = self.make(files)
+        for name in gone:
+            (tree / "vllm" / name).unlink(missing_ok=True)
+        return fork.judge(tree, self.targets, self.places)
+
+
+@pytest.fixture
+def known(target: Target, whole: dict[str, str], make_tree: Make, places: Places, our_side: Path) -> _Known:
+    """The small release as a supported row, and an older followed one whose manager has no lock."""
+    assert our_side == places.ours
+    older = replace(target, release="9.8.0")
+    locked = {**whole}
+    whole[_BASE] = whole[_BASE].replace("    def lock(self)", "    def latch(self)")
+    write(older, make_tree(whole), places)
+    supported = replace(target, release="9.10.0", status="supported")
+    write(supported, make_tree(locked), places)
+    return _Known(locked, (supported, older), places, make_tree)
+
+
+def _texts(judgement: Judgement) -> list[str]:
+    return [str(reason) for reason in judgement.reasons]
+
+
+def test_a_release_s_own_tree_is_usable_and_nearest_to_itself(known: _Known) -> None:
+    judgement = known.judge()
+    assert judgement.usable
+    assert judgement.nearest == judgement.newest
+    assert (judgement.nearest.release, judgement.nearest.distance) == ("9.10.0", 0)
+    assert next(iter(fork.as_lines(judgement))) == (
+        "against 9.10.0 (newest supported and nearest known): the same features"
+    )
+
+
+def test_an_older_tree_is_compared_with_both_rows(known: _Known) -> None:
+    """The connector must not ask for the lock either: a tree is judged as a whole."""
+    scheduler = f"{_OFFLOADING}/scheduler.py"
+    judgement = known.judge(
+        {_BASE: ("    def lock(self)", "    def latch(self)"), scheduler: ("with self.manager.lock:", "if True:")}
+    )
+    assert judgement.usable
+    assert (judgement.newest.release, judgement.newest.lost) == ("9.10.0", ("manager_lock",))
+    assert (judgement.nearest.release, judgement.nearest.distance) == ("9.8.0", 0)
+
+
+def test_a_renamed_method(known: _Known) -> None:
+    judgement = known.judge(
+        {
+            _BASE: ("def lookup(", "def look_up("),
+            f"{_OFFLOADING}/scheduler.py": ("self.manager.lookup(", "self.manager.look_up("),
+        }
+    )
+    (text,) = _texts(judgement)
+    assert text.startswith(f"binding: vllm.{_OFFLOADING.replace('/', '.')}.scheduler:OffloadingConnectorScheduler")
+    assert text.endswith("manager.look_up: call, abstract in this release, and not ours")
+    assert list(fork.as_lines(judgement))[-1].endswith("tree: unusable: 1 reason(s), 5 of 42 features")
+
+
+def test_a_cherry_picked_newer_feature_is_no_reason_against_a_tree(known: _Known) -> None:
+    judgement = known.judge({_BASE: (_LATEST, f"{_LATEST}    def get_load_source(self, key, req_context): ...\n")})
+    assert judgement.usable
+    assert (judgement.newest.gained, judgement.newest.lost) == (("load_source",), ())
+    assert "  also has load_source" in list(fork.as_lines(judgement))
+
+
+@pytest.mark.parametrize("module", ["scheduler", "worker"])
+def test_a_moved_connector_module_does_not_pass_unseen(known: _Known, module: str) -> None:
+    """Its calls are not found any more: without this, a fork that moved them all would fit perfectly."""
+    path = f"{_OFFLOADING}/{module}.py"
+    known.files[f"{_OFFLOADING}/moved.py"] = known.files[path]
+    judgement = known.judge(gone=(path,))
+    assert not judgement.usable
+    dotted = f"vllm.{_OFFLOADING.replace('/', '.')}.{module}"
+    assert f"connector: {dotted}: not there; in 9.10.0 it calls us" in _texts(judgement)[0]
+    role = {"scheduler": "manager", "worker": "worker"}[module]
+    assert any(text.startswith(f"connector: {role}: no call on it was found") for text in _texts(judgement))
+
+
+def test_a_moved_framework_names_every_symbol_that_is_needed(known: _Known) -> None:
+    known.files["v1/offload/base.py"] = known.files[_BASE]
+    judgement = known.judge(gone=(_BASE,))
+    needed = [text for text in _texts(judgement) if text.startswith("needed: ")]
+    assert any("OffloadingManager: no symbol vllm.v1.kv_offload.base:OffloadingManager" in text for text in needed)
+    assert judgement.newest.lost
+
+
+def test_a_misfit_that_a_row_knows_stays_a_reason_and_brings_its_own(known: _Known) -> None:
+    """What is accepted of a followed row is still no fit; the reviewer's words help the fork's maintainer."""
+    table = known.places.table(known.targets[0])
+    table.write_text(table.read_text(encoding="utf-8") + '[misfits]\n"manager.brand_new" = "why"\n', encoding="utf-8")
+    scheduler = f"{_OFFLOADING}/scheduler.py"
+    judgement = known.judge({scheduler: ("output.store_spec", "self.manager.brand_new()")})
+    (text,) = _texts(judgement)
+    assert text.endswith("(why)")
+
+
+def test_bad_input_is_one_line_and_an_exit_code_of_its_own(
+    make_tree: Make, whole: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole[f"{_OFFLOADING}/worker.py"] = "import x\ndef (:\n"
+    (tmp_path / "empty").mkdir()
+    cases = (
+        (tmp_path / "absent", "no such folder"),
+        (tmp_path / "empty", "not a vLLM source tree"),
+        (make_tree(whole), "worker.py:2: "),
+    )
+    for tree, said in cases:
+        assert main(["fork", "--source", str(tree)]) == EXIT_BAD_INPUT
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        assert said in captured.err
+
+
+def test_without_a_supported_row_or_a_contract_there_is_nothing_to_compare_with(known: _Known) -> None:
+    with pytest.raises(MatrixError, match="no supported row"):
+        fork.judge(known.make(known.files), known.targets[1:], known.places)
+    known.places.contract(known.targets[0]).unlink()
+    with pytest.raises(MatrixError, match=r"9\.10\.0\.json: No such file"):
+        known.judge()
+
+
+def test_json_of_a_package_that_is_called_vllm_and_is_none(make_tree: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    """A vLLM from before the framework, or a name squatted on: a verdict, and every missing symbol."""
+    assert main(["fork", "--json", "--source", str(make_tree({}))]) == EXIT_FINDINGS
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    report = json.loads(out)
+    assert report["verdict"] == "unusable"
+    assert {reason["check"] for reason in report["reasons"]} == {"needed", "connector", "binding"}
+    assert report["newest_supported"]["lost"]
+
+
+@pytest.mark.slow
+def test_the_trees_of_fetched_wheels(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every row's own sources, where its wheel is there: nearest to themselves, usable but for known misfits."""
+    for row in load_targets():
+        wheel = wheels_folder() / row.wheel
+        if wheel.is_file():
+            fits = not load_expected(Places().table(row)).misfits
+            code = main(["fork", "--json", "--source", str(unpack(wheel, row.sha256))])
+            report = json.loads(capsys.readouterr().out)
+            assert (code, report["verdict"]) == ((EXIT_OK, "usable") if fits else (EXIT_FINDINGS, "unusable"))
+            assert report["nearest"] == {"release": row.release, "status": row.status, "gained": [], "lost": []}

@@ -1,0 +1,164 @@
+"""Vendored copies: one that still needs an original, or that nobody can trace, is of no use to a fork."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from xkv_matrix.__main__ import main
+from xkv_matrix.findings import EXIT_BAD_INPUT, EXIT_OK, MatrixError
+from xkv_matrix.vendor import PROVENANCE, Sources, vendor, vendor_tests
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_FILES = {
+    "LICENSE": "licence\n",
+    "compat/src/xkv_compat/__init__.py": "from .inner import x\n",
+    "compat/src/xkv_compat/inner.py": "x = 1\n",
+    "compat/src/xkv_compat/py.typed": "",
+    "compat/src/xkv_compat/notes.txt": "not for the copy\n",
+    "compat/tests/test_x.py": "import xkv_compat.inner\n",
+    "packages/xkv-store/src/xkv_store/__init__.py": "",
+    "packages/xkv-store/src/xkv_store/deep/__init__.py": "from xkv_compat import x\n",
+    "packages/xkv-store/src/xkv_store/deep/er.py": (
+        "é = 1; from xkv_store.deep import (  # long\n    x,\n)\n\n"
+        "def f():\n    from xkv_compat.inner import x as y\n    return y\n"
+    ),
+    "packages/xkv-offload/src/xkv_offload/__init__.py": (
+        '"""from xkv_store import nothing"""\nfrom xkv_store import deep\n'
+    ),
+}
+_IMPORT_ALL = """
+import importlib, pkgutil, sys
+class Gone:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"xkv_store", "xkv_compat", "xkv_offload", "vllm"}:
+            raise ModuleNotFoundError("an original was asked for: " + name, name=name)
+sys.meta_path.insert(0, Gone())
+sys.path.insert(0, sys.argv[1])
+package = importlib.import_module("third")
+found = [module.name for module in pkgutil.walk_packages(package.__path__, "third.")]
+for name in found:
+    if name not in sys.argv[2:] and not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(found))
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> Sources:
+    for name, text in _FILES.items():
+        path = tmp_path / "root" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return Sources(tmp_path / "root")
+
+
+@pytest.fixture
+def into(tmp_path: Path) -> Path:
+    (tmp_path / "fork").mkdir()
+    return tmp_path / "fork"
+
+
+def _imported(into: Path, *but: str, isolated: str = "-I") -> int:
+    command = [sys.executable, isolated, "-B", "-c", _IMPORT_ALL, str(into), *but]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
+
+
+def test_compat_alone(sources: Sources, into: Path) -> None:
+    place = vendor(into, "third", sources=sources)
+    names = {path.relative_to(place).as_posix() for path in place.rglob("*")}
+    assert names == {"__init__.py", "inner.py", "py.typed", "LICENSE", PROVENANCE}
+    facts = json.loads((place / PROVENANCE).read_text(encoding="utf-8"))
+    assert (facts["project"], facts["licence"], facts["package"], facts["whole"]) == (
+        "xkv",
+        "Apache-2.0",
+        "third",
+        False,
+    )
+    assert (facts["commit"], facts["changed_since_commit"]) == ("unknown", None)  # no git there
+    assert facts["files"]["inner.py"] == {
+        "from": "compat/src/xkv_compat/inner.py",
+        "sha256": hashlib.sha256(b"x = 1\n").hexdigest(),
+    }
+
+
+def test_the_whole_stack_imports_itself_relatively(sources: Sources, into: Path) -> None:
+    place = vendor(into, "third", whole=True, sources=sources)
+    deeper = (place / "xkv_store" / "deep" / "er.py").read_text(encoding="utf-8")
+    assert deeper.splitlines()[0] == "é = 1; from ...xkv_store.deep import (  # long"
+    assert "    from ...xkv_compat.inner import x as y\n" in deeper
+    assert "from ...xkv_compat import x\n" in (place / "xkv_store" / "deep" / "__init__.py").read_text(encoding="utf-8")
+    offload = (place / "xkv_offload" / "__init__.py").read_text(encoding="utf-8")
+    assert offload == '"""from xkv_store import nothing"""\nfrom ..xkv_store import deep\n'
+    assert _imported(into, isolated="-IS") == 6
+
+
+@pytest.mark.parametrize("text", ["import xkv_compat.inner\n", "from  xkv_compat import x\n"])
+def test_an_import_that_cannot_be_made_relative(sources: Sources, into: Path, text: str) -> None:
+    (sources.root / "packages/xkv-store/src/xkv_store/odd.py").write_text(text, encoding="utf-8")
+    with pytest.raises(MatrixError, match=r"odd\.py:1: "):
+        vendor(into, "third", whole=True, sources=sources)
+    assert list(into.iterdir()) == []
+
+
+def test_our_own_compat_needs_nothing_but_the_standard_library(into: Path) -> None:
+    place = vendor(into, "third")
+    assert _imported(into, isolated="-IS") == len(list(place.glob("*.py"))) - 1
+    facts = json.loads((place / PROVENANCE).read_text(encoding="utf-8"))
+    assert all((Sources().root / file["from"]).is_file() for file in facts["files"].values())
+
+
+@pytest.mark.slow
+def test_our_own_stack_needs_none_of_its_originals(into: Path) -> None:
+    place = vendor(into, "third", whole=True)
+    needs_vllm = ("third.xkv_offload.spec",)
+    assert _imported(into, *needs_vllm) > 50
+    for path in place.rglob("*.py"):
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert not line.lstrip().startswith(("from xkv_", "import xkv_")), path
+
+
+def test_a_copy_is_replaced_unless_somebody_edited_it(sources: Sources, into: Path) -> None:
+    place = vendor(into, "third", whole=True, sources=sources)
+    (place / "__pycache__").mkdir()
+    (place / "__pycache__" / "x.pyc").touch()
+    assert vendor(into, "third", sources=sources) == place
+    assert not (place / "xkv_store").exists(), "what the older copy had more is gone"
+    (place / "inner.py").write_text("x = 2\n", encoding="utf-8")
+    with pytest.raises(MatrixError, match=r"inner\.py was changed or added"):
+        vendor(into, "third", sources=sources)
+    (place / PROVENANCE).unlink()
+    with pytest.raises(MatrixError, match="is there and is no copy of ours"):
+        vendor(into, "third", sources=sources)
+    assert (place / "inner.py").read_text(encoding="utf-8") == "x = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("not-a-name", "one Python identifier"), ("class", "identifier"), ("xkv_store", "original's name")],
+)
+def test_a_name_that_is_none(sources: Sources, into: Path, name: str, said: str) -> None:
+    with pytest.raises(MatrixError, match=said):
+        vendor(into, name, sources=sources)
+
+
+def test_tests_speak_of_the_copy(sources: Sources, tmp_path: Path) -> None:
+    vendor_tests(tmp_path / "tests", "third", sources)
+    assert (tmp_path / "tests" / "test_x.py").read_text(encoding="utf-8") == "import third.inner\n"
+
+
+def test_command_line(into: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vendor", "--into", str(tmp_path / "absent"), "--as", "third"]) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err.endswith("absent: no such folder\n")
+    command = ["vendor", "--json", "--into", str(into), "--as", "third", "--tests", str(tmp_path / "tests")]
+    assert main(command) == EXIT_OK
+    assert json.loads(capsys.readouterr().out)["written"] == [str(into / "third"), str(tmp_path / "tests")]

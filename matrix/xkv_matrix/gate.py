@@ -1,0 +1,202 @@
+"""The gate: go or no-go for a release of the product, from what every session of every row left behind.
+
+Owns: what a result must say to count, a row's verdict with its reasons, and gate.json.
+Must not know: how sessions are run, and what any test looks for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .check import load_expected
+from .extract import load_contract
+from .findings import MatrixError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from .check import Places
+    from .targets import Target
+
+__all__ = ["FAIL", "MISFIT", "NOT_RUN", "PASS", "Gate", "Row", "Session", "judge", "load_gate", "save_gate"]
+
+PASS, FAIL, NOT_RUN, MISFIT = "pass", "fail", "not run", "misfit"
+SUPPORTED_SESSIONS = ("contracts", "stack")  # whatever else a caller asks for, no supported row passes without these
+FOLLOWED_SESSIONS = ("contracts",)
+FAILURES_SHOWN_MAX = 5  # a reason is read at a glance; the session's own output has them all
+_SESSION = re.compile(r"(?P<name>\w+)(\((?P<target>[^()]+)\))?")
+_TYPES = {"name": str, "outcome": str, "counts": dict, "arguments": list}
+
+
+@dataclass(frozen=True)
+class Session:
+    """A session whose result is needed; with a target, one row's."""
+
+    name: str
+    target: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Session:
+        """``name`` or ``name(target)``; MatrixError for anything else."""
+        found = _SESSION.fullmatch(text)
+        if found is None:
+            raise MatrixError(f"{text!r} names no session: it is NAME or NAME(TARGET)")
+        return cls(found["name"], found["target"])
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.target})" if self.target else self.name
+
+    def file(self, results: Path) -> Path:
+        """Where its result lies."""
+        return results / (f"{self.name}-{self.target}.json" if self.target else f"{self.name}.json")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row's verdict; reasons where it is none of ``pass``."""
+
+    release: str
+    status: str
+    verdict: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The whole verdict: go where no supported row and no common session has a reason against it."""
+
+    rows: tuple[Row, ...]
+    common: tuple[str, ...]
+
+    @property
+    def blocking(self) -> tuple[str, ...]:
+        """Every reason for a no-go."""
+        return (*self.common, *(reason for row in self.rows if row.status == "supported" for reason in row.reasons))
+
+    @property
+    def verdict(self) -> str:
+        """The word."""
+        supported = [row for row in self.rows if row.status == "supported"]
+        return "go" if supported and not self.blocking else "no-go"
+
+    def as_json(self) -> dict[str, Any]:
+        """The line that machines read; reasons only where there are any against a go."""
+        line: dict[str, Any] = {"verdict": self.verdict}
+        for status in ("supported", "followed"):
+            line[status] = {row.release: row.verdict for row in self.rows if row.status == status}
+        return {**line, "reasons": list(self.blocking)} if self.blocking else line
+
+    def as_lines(self) -> Iterator[str]:
+        """The same for people, with the followed rows' reasons, which never block."""
+        yield from self.common
+        for row in self.rows:
+            yield f"{row.release}  {row.status:9}  {row.verdict}"
+            yield from (f"  {reason}" for reason in row.reasons)
+        yield self.verdict
+
+
+def _loaded(file: Path) -> dict[str, Any] | str | None:
+    """A result; a text for what is wrong with it, None where there is none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        return f"its result cannot be read: {error}"
+    if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in _TYPES.items()):
+        return "its result is malformed"
+    return found
+
+
+def _against(session: Session, results: Path, sources: str | None) -> Iterator[str]:
+    """What is wrong with a session's result, if anything."""
+    found = _loaded(session.file(results))
+    if found is None:
+        yield f"{session}: no result"
+        return
+    if isinstance(found, str):
+        yield f"{session}: {found}"
+        return
+    counts = found["counts"]
+    if (found["name"], found.get("target")) != (session.name, session.target):
+        yield f"{session}: its result is another session's"
+    if sources is not None and found.get("sources") != sources:
+        yield f"{session}: ran on other sources than these"
+    if found["arguments"]:
+        yield f"{session}: only some of it ran ({' '.join(map(str, found['arguments']))})"
+    if counts.get("skipped"):
+        yield f"{session}: {counts['skipped']} undeclared skip(s)"
+    failed = counts.get("failed", 0) - counts.get("skipped", 0)
+    if failed > 0 or (found["outcome"] != "passed" and not counts.get("skipped")) or not counts.get("passed"):
+        names = [str(name) for name in found.get("failures", [])]
+        more = ", …" if len(names) > FAILURES_SHOWN_MAX else ""
+        which = f": {', '.join(names[:FAILURES_SHOWN_MAX])}{more}" if names else ""
+        yield f"{session}: {failed} failed{which}" if failed > 0 else f"{session}: did not pass"
+
+
+def _stale(target: Target, places: Places) -> Iterator[str]:
+    """What is wrong with the row's committed contract: it must come from the wheel that the row names."""
+    path = places.contract(target)
+    try:
+        provenance = load_contract(path).get("provenance")
+    except (OSError, ValueError):
+        yield f"contract: {path.name} is missing or malformed"
+        return
+    if provenance != {"package": target.package, "wheel": target.wheel, "sha256": target.sha256}:
+        yield f"contract: {path.name} is stale: it was not made from the wheel that the row names"
+
+
+def _row(target: Target, needed: Sequence[Session], results: Path, places: Places, sources: str | None) -> Row:
+    reasons = [*_stale(target, places)]
+    for session in needed:
+        reasons += _against(session, results, sources)
+    if target.status == "followed" and not any(session.file(results).exists() for session in needed):
+        return Row(target.release, target.status, NOT_RUN, tuple(reasons))
+    if reasons:
+        return Row(target.release, target.status, FAIL, tuple(reasons))
+    misfits = load_expected(places.table(target)).misfits
+    known = tuple(f"{name}: {reason}" for name, reason in sorted(misfits.items()))
+    return Row(target.release, target.status, MISFIT if known else PASS, known)
+
+
+def judge(
+    targets: Sequence[Target], needed: Sequence[Session], results: Path, places: Places, sources: str | None = None
+) -> Gate:
+    """The verdict on what lies in a folder of results.
+
+    ``needed``: sessions beyond those that every row needs; with a followed row's target they are reported
+    only. ``sources``: what a result must say that it ran on; None where that is not asked.
+    """
+    releases = {target.release for target in targets}
+    if unknown := [str(session) for session in needed if session.target not in {None, *releases}]:
+        raise MatrixError(f"{unknown[0]}: no such target")
+    rows = []
+    for target in sorted(targets, key=lambda target: target.order):
+        own = SUPPORTED_SESSIONS if target.status == "supported" else FOLLOWED_SESSIONS
+        sessions = [Session(name, target.release) for name in own]
+        sessions += [session for session in needed if session.target == target.release and session not in sessions]
+        rows.append(_row(target, sessions, results, places, sources))
+    common = [text for session in needed if not session.target for text in _against(session, results, sources)]
+    return Gate(tuple(rows), tuple(common))
+
+
+def save_gate(gate: Gate, path: Path) -> None:
+    """Write gate.json; nothing in it depends on when or where the gate was asked."""
+    rows = {row.release: {"status": row.status, "verdict": row.verdict, "reasons": row.reasons} for row in gate.rows}
+    text = json.dumps({"verdict": gate.verdict, "reasons": gate.blocking, "rows": rows}, indent=1)
+    path.write_text(f"{text}\n", encoding="utf-8")
+
+
+def load_gate(path: Path) -> dict[str, str]:
+    """Release → verdict of a gate.json; MatrixError where there is none, or it is malformed."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        return {str(release): str(row["verdict"]) for release, row in rows.items()}
+    except OSError as error:
+        raise MatrixError(f"{path}: {error.strerror}; the gate writes it") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MatrixError(f"{path}: not what the gate writes") from error
