@@ -14,6 +14,7 @@ import pytest
 from xkv_store import card_folder
 from xkv_store.card import Card, CardOptions, PutPlan
 from xkv_store.card_folder import open_folder
+from xkv_store.card_lock import CardInUseError
 from xkv_store.errors import MediumError, UserError
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES
 from xkv_store.index import Index, Meta, SetObject
@@ -534,7 +535,7 @@ def test_two_folders_do_not_share_a_database(options: CardOptions, tmp_path: Pat
     other = tmp_path / "other"
     other.mkdir()
     (other / "db-0.xkv").symlink_to(options.folder / "db-0.xkv")
-    with pytest.raises(card_folder.CardInUseError, match="in use"):
+    with pytest.raises(CardInUseError, match="in use"):
         Card.open(CardOptions(folder=other))
     assert held(driver) == list(range(10))
     driver.close()
