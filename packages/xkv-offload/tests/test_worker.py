@@ -1,6 +1,7 @@
 """One rank's jobs against a real gateway: bytes, waits, failures, deadlines; nothing escapes."""
 
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from xkv_offload.copy import HostMover
+from xkv_offload import worker as worker_module
+from xkv_offload.copy import HostMover, Move
 from xkv_offload.failures import FailureLog, LoadFailedError, Plan
 from xkv_offload.layout import ObjectLayout, Page
 from xkv_offload.metrics import PROCESS_COUNTERS
@@ -374,6 +376,31 @@ def test_a_job_that_contradicts_itself_is_survived(gateway: GatewayProcess, tmp_
         assert worker.context.failures.take() == {1}
         assert PROCESS_COUNTERS["worker_errors"] == 1
         PROCESS_COUNTERS["worker_errors"] = 0
+
+
+def test_a_copy_that_outlasts_the_wait_is_never_put(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # vLLM overwrites the pages once wait has returned: what was gathered across that moment may be anything.
+    monkeypatch.setattr(worker_module, "WAIT_SECONDS_MAX", 0.1)
+    go_on = threading.Event()
+    real = HostMover.gather
+
+    def slow(self: HostMover, move: Move) -> None:
+        assert go_on.wait(DEADLINE_S)
+        real(self, move)
+
+    monkeypatch.setattr(HostMover, "gather", slow)
+    with worker_on(tmp_path) as (worker, _):
+        worker.submit_store(0, whole(1, 2), spec([1, 2]))
+        worker.wait({0})
+        go_on.set()
+        assert finish(worker, 0).success
+        assert PROCESS_COUNTERS["store_objects"] == 0
+        assert PROCESS_COUNTERS["shed_objects"] == 2
+        assert worker.context.client.store_region.free == worker.context.client.store_region.count
+    assert PROCESS_COUNTERS["worker_errors"] == 1
+    PROCESS_COUNTERS["worker_errors"] = 0
 
 
 def test_a_job_of_nothing_is_done_at_once(gateway: GatewayProcess, tmp_path: Path) -> None:

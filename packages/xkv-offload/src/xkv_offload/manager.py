@@ -123,7 +123,7 @@ class XkvManager:
         self._prepared_bytes: dict[bytes, int] = {}
         self._requests: dict[str, _Request] = {}
         self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
-        self._stale: frozenset[str] = frozenset()
+        self._stale: set[str] = set()
         self._shed_logged = -SHED_LOG_SECONDS
 
     # -- lookups ---------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ class XkvManager:
     def on_new_request(self, req_context: Any) -> object:
         """The framework's default way of offloading."""
         self._live.add(req_context.req_id)
-        self._stale -= {req_context.req_id}
+        self._stale.discard(req_context.req_id)
         return self._words.request_context()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -314,7 +314,7 @@ class XkvManager:
         self._pending.clear()
         self._prepared_bytes.clear()
         self._requests.clear()
-        self._stale = frozenset(self._live)
+        self._stale = set(self._live)
         self._counts.add("resets")
 
     def on_reset_flushed(self) -> None:

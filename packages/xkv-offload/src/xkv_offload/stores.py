@@ -54,7 +54,7 @@ class Stores:
         region = context.client.store_region
         layout = context.layouts[part.group]
         slots = None
-        if context.client.alive():
+        if context.client.alive() and not job.cancelled:
             slots = region.take(len(fragment_range(first_byte=0, length=size, fragment_bytes=context.fragment_bytes)))
         if slots is None:
             self._shed(job, size)
@@ -66,6 +66,10 @@ class Stores:
             region.give(slots)
             self._shed(job, size)
             raise
+        if job.cancelled:  # the pages may have changed while they were copied
+            region.give(slots)
+            self._shed(job, size)
+            return
         put = PutObject(
             key=context.object_key(spec.namespace, spec.keys[part.key]),
             length=size,

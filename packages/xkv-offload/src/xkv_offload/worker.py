@@ -106,6 +106,7 @@ class XkvWorker:
         self._guarded(lambda: self._loads.give_up(job for job in late if not job.is_store))
         for job in late:
             if not job.done.wait(max(0.0, end - time.monotonic())):
+                job.cancelled = True  # a store of pages that vLLM may overwrite from now on is none
                 count("worker_errors")
                 logger.error("Job %d did not end its copy within %s s", job.job_id, WAIT_SECONDS_MAX)
 
