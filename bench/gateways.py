@@ -119,6 +119,7 @@ def attach(socket: Path, role: Role, *, ring_bytes: int) -> Client:
             world_size=1,
             ring_bytes=ring_bytes,
             load_reserve_bytes=ring_bytes // 2,
+            staged_bytes=0,
             fragment_bytes=FRAGMENT_BYTES,
             connect_timeout_ms=20_000,
             heartbeat_timeout_ms=3_000,

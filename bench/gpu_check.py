@@ -105,6 +105,7 @@ def check_jobs(folder: Path) -> dict[str, float]:
                     world_size=1,
                     ring_bytes=2 << 30,
                     load_reserve_bytes=1 << 30,
+                    staged_bytes=0,
                     fragment_bytes=SLOT_BYTES - HEADER_BYTES,
                     connect_timeout_ms=20_000,
                     heartbeat_timeout_ms=3_000,

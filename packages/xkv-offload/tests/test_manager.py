@@ -9,7 +9,8 @@ import pytest
 
 from xkv_offload import manager as manager_module
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
-from xkv_offload.transfer import XkvTransferSpec
+from xkv_offload.staging import Chunk, ReadDone, Staging
+from xkv_offload.transfer import StagedObject, XkvTransferSpec
 from xkv_store.key import chunk_tag, ranks_mask, tag_salt
 
 NAMESPACE = b"n" * 16
@@ -54,6 +55,9 @@ class FakeCard:
     def store_bytes(self) -> int:
         return self.backlog
 
+    def fragments(self, tag: int) -> int:
+        return 1 if tag in self.table.entries else 0
+
     def close(self) -> None:
         self.closed = True
 
@@ -82,7 +86,7 @@ def request(name: str = "r") -> Any:
     return SimpleNamespace(req_id=name)
 
 
-def make(card: FakeCard, **changes: Any) -> XkvManager:
+def make(card: FakeCard, *, staging: Staging | None = None, **changes: Any) -> XkvManager:
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "ranks": 1,
@@ -94,9 +98,11 @@ def make(card: FakeCard, **changes: Any) -> XkvManager:
     return XkvManager(
         card=card,
         options=ManagerOptions(**(options | changes)),
+        staging=staging,
         words=Words(
             miss="MISS",
             hit="HIT",
+            pending="PENDING",
             prepare_store_output=SimpleNamespace,
             request_context=SimpleNamespace,
             stats=Stats,
@@ -287,3 +293,63 @@ def test_memory_of_a_long_run_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
         manager.lookup(key(number), request())
     sizes = [len(manager._pending), len(manager._requests), len(manager._denied), len(manager._touched)]
     assert all(size <= 10 for size in sizes), sizes
+
+
+@dataclass
+class FakeReads:
+    """A staged region of eight slots, read at once, well or not."""
+
+    ok: bool = True
+    slots: int = 8
+    free: int = 8
+    done: list[ReadDone] = field(default_factory=list)
+
+    def take(self, count: int) -> list[int] | None:
+        self.free -= count
+        return list(range(count))
+
+    def give(self, slots: Sequence[int]) -> None:
+        self.free += len(slots)
+
+    def start(self, chunk: Chunk) -> None:
+        self.done += [ReadDone(chunk, number, 1, 100, self.ok, not self.ok) for number in range(len(chunk.slots))]
+
+    def send(self) -> None: ...
+
+    def finished(self) -> Iterable[ReadDone]:
+        taken, self.done = self.done, []
+        return taken
+
+
+def test_where_no_load_may_fail_a_hit_is_verified_first() -> None:
+    card, reads = FakeCard(), FakeReads()
+    card.confirm([key(1)], ranks=2)
+    manager = make(card, staging=Staging(reads, pending_seconds=2), ranks=2)
+    assert manager.lookup(key(2), request()) == "MISS"
+    assert manager.lookup(key(1), request()) == "PENDING"
+    manager.on_schedule_end()
+    assert manager.lookup(key(1), request()) == "HIT"
+    spec = manager.prepare_load([key(1)], request())
+    assert spec.staged == ((StagedObject(1, 100, (0,)), StagedObject(1, 100, (1,))),)
+    assert not manager.has_pending_work()
+    manager.on_request_finished(request())
+    assert reads.free == 6, "the job's copy may still run"
+    manager.complete_load({key(1)}, request())
+    assert reads.free == 8
+
+
+def test_what_cannot_be_verified_is_a_miss_until_it_is_stored_anew() -> None:
+    card, reads = FakeCard(), FakeReads(ok=False)
+    card.confirm([key(1)], generation=1)
+    manager = make(card, staging=Staging(reads, pending_seconds=2))
+    assert manager.lookup(key(1), request()) == "PENDING"
+    manager.on_schedule_end()
+    assert [manager.lookup(key(1), request()) for _ in range(2)] == ["MISS", "MISS"]
+    assert manager.lookup(key(1), request("another")) == "MISS"
+    output: Any = manager.prepare_store([key(1)], request())
+    assert output.store_spec.replace == (True,), "what the card holds of it is not believed"
+    reads.ok = True
+    card.confirm([key(1)], generation=2)
+    assert manager.lookup(key(1), request("third")) == "PENDING"
+    manager.on_schedule_end()
+    assert manager.lookup(key(1), request("third")) == "HIT"

@@ -73,6 +73,7 @@ def worker_on(
             world_size=1,
             ring_bytes=ring_slots * SLOT,
             load_reserve_bytes=ring_slots * SLOT // 4,
+            staged_bytes=0,
             fragment_bytes=SLOT - 1024,
             connect_timeout_ms=10_000,
             heartbeat_timeout_ms=3_000,

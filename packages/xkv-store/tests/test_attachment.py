@@ -24,6 +24,7 @@ def attachment(socket: str = "/run/xkv/5557.sock", card: EmbeddedCard | None = N
         world_size=2,
         ring_bytes=1 << 30,
         load_reserve_bytes=1 << 28,
+        staged_bytes=0,
         fragment_bytes=261_120,
         connect_timeout_ms=5_000,
         heartbeat_timeout_ms=3_000,

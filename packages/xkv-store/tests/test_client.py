@@ -144,7 +144,7 @@ class FakeGateway:
             load_reserve_bytes=hello.load_reserve_bytes,
         )[hello.rank]
         welcome = wire.Welcome(
-            version=1,
+            version=wire.PROTOCOL_VERSION,
             session=1,
             boot_id=self.boot_id,
             card_uuid=self.says.card_uuid,
@@ -210,6 +210,7 @@ def attachment(path: Path) -> Attachment:
         world_size=1,
         ring_bytes=SLOTS * GEOMETRY.slot_bytes,
         load_reserve_bytes=SLOTS * GEOMETRY.slot_bytes // 4,
+        staged_bytes=0,
         fragment_bytes=GEOMETRY.fragment_bytes,
         connect_timeout_ms=3_000,
         heartbeat_timeout_ms=500,
@@ -405,7 +406,7 @@ def test_another_users_gateway(attachment: Attachment, gateway: FakeGateway, mon
 @pytest.mark.parametrize(
     "says",
     [
-        Says(welcome_changes={"version": 2}),
+        Says(welcome_changes={"version": wire.PROTOCOL_VERSION + 1}),
         Says(welcome_changes={"slot_bytes": 4_096}),
         Says(welcome_changes={"ring_slots": SLOTS + 1}),
         Says(welcome_changes={"card_uuid": b"x" * 16}),

@@ -44,6 +44,7 @@ def attachment_to(gateway: GatewayProcess, **changes: object) -> Attachment:
         world_size=1,
         ring_bytes=SLOTS * GEOMETRY.slot_bytes,
         load_reserve_bytes=SLOTS // 3 * GEOMETRY.slot_bytes,
+        staged_bytes=0,
         fragment_bytes=GEOMETRY.fragment_bytes,
         connect_timeout_ms=5_000,
         heartbeat_timeout_ms=3_000,

@@ -16,8 +16,9 @@ from xkv_store.errors import PeerError
 from xkv_store.session import LocalProtocolError
 from xkv_store.wire import LoadStatus, RefusedCode, Role, StoreStatus
 
-HELLO = wire.Hello(1, "e", Role.RANK, 0, 1, 1 << 30, 1 << 28, 261_120, 1)
-WELCOME = wire.Welcome(1, 7, b"b" * 16, b"c" * 16, 1, 262_144, 40, wire.SlotRange(0, 30), wire.SlotRange(30, 10), 100)
+HELLO = wire.Hello(wire.PROTOCOL_VERSION, "e", Role.RANK, 0, 1, 1 << 30, 1 << 28, 0, 261_120, 1)
+REGIONS = (wire.SlotRange(0, 30), wire.SlotRange(30, 10))
+WELCOME = wire.Welcome(wire.PROTOCOL_VERSION, 7, b"b" * 16, b"c" * 16, 1, 262_144, 40, *REGIONS, 100)
 PUT = (wire.PutObject(b"k", 1, (1,), 0, 0, False),)
 GET = (wire.GetObject(b"k", (31,), 0),)
 CONFIRMED = wire.StoredObject(0, StoreStatus.CONFIRMED)

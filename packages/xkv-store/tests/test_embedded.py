@@ -216,6 +216,7 @@ def attachment(tmp_path: Path) -> Attachment:
         world_size=2,
         ring_bytes=64 * GEOMETRY.slot_bytes,
         load_reserve_bytes=16 * GEOMETRY.slot_bytes,
+        staged_bytes=0,
         fragment_bytes=GEOMETRY.fragment_bytes,
         connect_timeout_ms=20_000,
         heartbeat_timeout_ms=3_000,

@@ -23,13 +23,14 @@ OWN = range(10, 40)
 
 def hello(role: Role = Role.RANK, **changes: object) -> bytes:
     fields: dict[str, object] = {
-        "version": 1,
+        "version": wire.PROTOCOL_VERSION,
         "engine_id": "e",
         "role": role,
         "rank": 0,
         "world_size": 2,
         "ring_bytes": 1 << 30,
         "load_reserve_bytes": 1 << 28,
+        "staged_bytes": 0,
         "fragment_bytes": GEOMETRY.fragment_bytes,
         "pid": 1,
     }
@@ -37,7 +38,7 @@ def hello(role: Role = Role.RANK, **changes: object) -> bytes:
 
 
 def welcome() -> wire.Welcome:
-    return wire.Welcome(1, 7, b"b" * 16, b"c" * 16, 1, GEOMETRY.slot_bytes, 40, STORES, LOADS, 100)
+    return wire.Welcome(wire.PROTOCOL_VERSION, 7, b"b" * 16, b"c" * 16, 1, GEOMETRY.slot_bytes, 40, STORES, LOADS, 100)
 
 
 def key(number: int = 0) -> bytes:
@@ -78,7 +79,7 @@ def test_a_huge_ring_costs_nothing_until_it_is_used() -> None:
     half = 1 << 31
     session.admit(
         wire.Welcome(
-            1,
+            wire.PROTOCOL_VERSION,
             7,
             bytes(16),
             bytes(16),
@@ -113,7 +114,7 @@ def test_hello_asks_the_gateway_to_decide() -> None:
 @pytest.mark.parametrize(
     ("packet", "descriptors", "code"),
     [
-        (hello(version=2), 0, RefusedCode.VERSION),
+        (hello(version=wire.PROTOCOL_VERSION + 1), 0, RefusedCode.VERSION),
         (wire.MAGIC + b"\x92\xa5Hello\x09", 0, RefusedCode.VERSION),
         (hello(fragment_bytes=4_096 - 1_024), 0, RefusedCode.FRAGMENT_BYTES),
         (hello(rank=2), 0, RefusedCode.PROTOCOL),

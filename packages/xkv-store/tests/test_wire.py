@@ -28,7 +28,7 @@ TEXT = st.text(max_size=50)
 ROLES = st.sampled_from(wire.Role)
 
 FROM_CLIENT = st.one_of(
-    st.builds(wire.Hello, U32, TEXT, ROLES, U32, U32, U64, U64, U32, U32),
+    st.builds(wire.Hello, U32, TEXT, ROLES, U32, U32, U64, U64, st.none() | U64, U32, U32),
     st.builds(wire.PublishNamespace, ID, TEXT),
     st.builds(wire.AskNamespaces, U64),
     st.builds(wire.Put, U64, st.lists(PUT_OBJECTS, min_size=1, max_size=5).map(tuple)),
@@ -112,11 +112,11 @@ def test_malformed(packet: bytes) -> None:
 
 def test_a_hello_of_another_version_is_known_as_such() -> None:
     """Otherwise the user of a newer client would read "malformed message" instead of which version is where."""
-    newer = wire.MAGIC + msgspec.msgpack.encode(["Hello", 2, {"all": "new"}])
+    newer = wire.MAGIC + msgspec.msgpack.encode(["Hello", wire.PROTOCOL_VERSION + 1, {"all": "new"}])
     with pytest.raises(PeerError):
         wire.decode_from_client(newer)
-    assert wire.foreign_version(newer) == 2
-    hello = wire.Hello(1, "e", wire.Role.RANK, 0, 1, 0, 0, 0, 0)
+    assert wire.foreign_version(newer) == wire.PROTOCOL_VERSION + 1
+    hello = wire.Hello(wire.PROTOCOL_VERSION, "e", wire.Role.RANK, 0, 1, 0, 0, 0, 0, 0)
     assert wire.foreign_version(wire.encode(hello)) is None
     assert wire.foreign_version(wire.encode(wire.Cancel(2))) is None
 

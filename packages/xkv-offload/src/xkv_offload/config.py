@@ -40,12 +40,14 @@ class Config:
     tp_layout: str
     store_backlog_bytes: int | None
     load_reserve_bytes: int
+    staged_bytes: int
     grace_ms: int
     linger_s: float
     io_threads: int
     databases: int
     connect_timeout_ms: int
     load_timeout_ms: int
+    pending_timeout_ms: int
     heartbeat_timeout_ms: int
     namespace: str
     weights_fingerprint: str
@@ -69,8 +71,9 @@ def parse(extra_config: Mapping[str, object]) -> Config:
         values["path"] = _folder("xkv.path", str(values["path"] or default_card()))
     if values["socket_dir"] is not None:
         values["socket_dir"] = _folder("xkv.socket_dir", str(values["socket_dir"]))
-    if values["load_reserve_bytes"] is None:
-        values["load_reserve_bytes"] = cast("int", values["ring_bytes"]) // 4
+    for part in ("load_reserve_bytes", "staged_bytes"):
+        if values[part] is None:
+            values[part] = cast("int", values["ring_bytes"]) // 4
     values["linger_s"] = float(cast("float", values["linger_s"]))
     return Config(**values)  # type: ignore[arg-type]  # every field is a row of the table, checked above
 
@@ -147,8 +150,10 @@ def _contradictions(given: Mapping[str, object]) -> list[str]:
     slot = cast("int", given.get("xkv.fragment_bytes", BY_NAME["xkv.fragment_bytes"].default)) + HEADER_BYTES
     if ring < RING_SLOTS_MIN * slot:
         return [f"xkv.ring_bytes = {ring} holds fewer than {RING_SLOTS_MIN} slots of {slot} bytes: make it larger"]
-    if reserve > ring - slot:
-        return [f"xkv.load_reserve_bytes = {reserve} leaves no slot of xkv.ring_bytes = {ring} for puts"]
+    staged = cast("int", given.get("xkv.staged_bytes", ring // 4))
+    for name, part in (("xkv.load_reserve_bytes", reserve), ("xkv.staged_bytes", staged)):
+        if part > ring - slot:
+            return [f"{name} = {part} leaves no slot of xkv.ring_bytes = {ring} for puts"]
     return []
 
 

@@ -146,6 +146,17 @@ KEYS: tuple[Key, ...] = (
         text="Part of the ring that puts never take.",
     ),
     Key(
+        name="xkv.staged_bytes",
+        kind="int",
+        default=None,
+        low=MIB,
+        high=1 << 40,
+        unit="bytes",
+        default_text="a quarter of the ring",
+        text="Part of the ring for objects that are verified before they are hits. Used only where vLLM has no way "
+        "to hear of a failed load.",
+    ),
+    Key(
         name="xkv.grace_ms",
         kind="int",
         default=5_000,
@@ -200,6 +211,15 @@ KEYS: tuple[Key, ...] = (
         high=600_000,
         unit="ms",
         text="One load job, from its submission: later it has failed.",
+    ),
+    Key(
+        name="xkv.pending_timeout_ms",
+        kind="int",
+        default=2_000,
+        low=10,
+        high=600_000,
+        unit="ms",
+        text="One request's wait for objects to be verified: later, what is not verified is a miss.",
     ),
     Key(
         name="xkv.heartbeat_timeout_ms",

@@ -126,8 +126,9 @@ def describe(
     replicated: bool,
     kv_caches: Any,
     kv_role: str,
+    channel: str,
 ) -> Descriptor:
-    """What this rank publishes."""
+    """What this rank publishes. `channel`: how failed loads reach vLLM (see failures)."""
     group_layouts_ = layouts(view, kv_caches)
     undetermined = list(model["undetermined"])
     if layers is None:
@@ -164,6 +165,7 @@ def describe(
             "chunk_bytes": [layout.chunk_bytes for layout in group_layouts_],
             "replicated": replicated,
             "kv_role": kv_role,
+            "channel": channel,
             "lora": model["lora"],
             "calculate_kv_scales": model["calculate_kv_scales"],
             "hash_algorithm": model["hash_algorithm"],

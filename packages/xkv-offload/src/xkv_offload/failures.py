@@ -1,27 +1,28 @@
 """How a failed load reaches vLLM.
 
-Owns: the choice of the channel by detected features, the log of failed blocks between worker and connector, and the
-method that is put on vLLM's connector for it.
+Owns: the choice of the channel by detected features, the log of failed loads between worker and connector, and the
+methods that vLLM's connector has for it (put on its class by `attach`, or of a subclass, `connector`).
 Must not know: keys, slots, the gateway, how loads fail.
 """
 
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Channel = Literal["block_errors", "none"]
+Channel = Literal["request_errors", "block_errors", "verified"]
 
-GRAFT_MARK = "_xkv_graft"
+BLOCKS_METHOD = "get_block_ids_with_load_errors"
+REQUESTS_METHOD = "get_transfer_results"
 
 
 class LoadFailedError(RuntimeError):
-    """A load failed where vLLM has no way to hear of it: ends the engine rather than serve wrong pages."""
+    """A load failed that cannot fail: ends the engine rather than serve wrong pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The channel, and why there is no other (for the error and the doctor)."""
+    """The channel, and why none is better (for messages and the doctor)."""
 
     channel: Channel
     reason: str
@@ -30,37 +31,45 @@ class Plan:
 def choose(*, features: Mapping[str, bool], full_attention: tuple[bool, ...], world_size: int) -> Plan:
     """The channel for an engine with these groups (position → is it full attention) on this vLLM.
 
-    Block errors are survivable for one full-attention group, with one rank or where aborts are safe; anything else
-    has none here yet.
+    Request errors serve every engine. Block errors are survivable for one full-attention group, with one rank or
+    where aborts are safe. Elsewhere hits are verified before they are given, so that no load can fail (ADR 0007).
     """
+    if features["request_error_reporting"]:
+        return Plan("request_errors", "")
     if not features["block_error_reporting"]:
-        return Plan("none", "this vLLM does not collect load errors from its connector")
+        return Plan("verified", "this vLLM does not collect load errors from its connector")
     if len(full_attention) != 1:
         return Plan(
-            "none",
+            "verified",
             f"this vLLM survives block-level load errors with one KV-cache group, not {len(full_attention)}",
         )
     if not full_attention[0]:
         return Plan(
-            "none",
+            "verified",
             "recomputing after block-level load errors is unsound for a group that is not full attention",
         )
     if world_size > 1 and not features["abort_safe"]:
-        return Plan("none", "with several ranks this vLLM does not survive the abort that follows a load error")
+        return Plan("verified", "with several ranks this vLLM does not survive the abort that follows a load error")
     return Plan("block_errors", "")
 
 
 class FailureLog:
-    """Destination blocks of failed loads that vLLM has not been told of. Thread-safe."""
+    """Failed loads that vLLM has not been told of: their destination blocks, or their requests. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._blocks: set[int] = set()
+        self._requests: set[str] = set()
 
     def add(self, blocks: Collection[int]) -> None:
         """Note the blocks of a load that is being reported in this step."""
         with self._lock:
             self._blocks.update(blocks)
+
+    def add_request(self, req_id: str) -> None:
+        """Note the request of a load that is being reported in this step."""
+        with self._lock:
+            self._requests.add(req_id)
 
     def take(self) -> set[int]:
         """All blocks since the last call."""
@@ -68,21 +77,49 @@ class FailureLog:
             taken, self._blocks = self._blocks, set()
             return taken
 
+    def take_requests(self) -> set[str]:
+        """All requests since the last call."""
+        with self._lock:
+            taken, self._requests = self._requests, set()
+            return taken
 
-def attach(connector_class: Any, log_of: Callable[[Any], FailureLog | None]) -> None:
-    """Give `connector_class` a `get_block_ids_with_load_errors` that adds ours to what was there.
 
-    Idempotent. `log_of(connector)` is None for a connector of another spec: then the method does what it did. A class
-    that defines the method itself is left alone.
+LogOf = Callable[[Any], FailureLog | None]
+Method = Callable[..., Any]
+
+
+def methods(before: Mapping[str, Method], log_of: LogOf) -> dict[str, Method]:
+    """Ours for each of the connector's methods in `before`: they add our failures to what those answer.
+
+    `log_of(connector)` is None for a connector of another spec: then the method does what it did.
     """
-    name = "get_block_ids_with_load_errors"
-    if name in vars(connector_class):
-        return
-    before = getattr(connector_class, name)
 
     def get_block_ids_with_load_errors(self: Any) -> set[int]:
-        blocks: set[int] = set(before(self))
+        blocks: set[int] = set(before[BLOCKS_METHOD](self))
         log = log_of(self)
         return blocks | log.take() if log is not None else blocks
 
-    setattr(connector_class, name, get_block_ids_with_load_errors)
+    def get_transfer_results(self: Any, finished_req_ids: set[str]) -> Any:
+        results = before[REQUESTS_METHOD](self, finished_req_ids)
+        log = log_of(self)
+        failed = log.take_requests() & results.finished_recving if log is not None else set()
+        return replace(results, failed_recving=results.failed_recving | failed) if failed else results
+
+    ours: dict[str, Method] = {BLOCKS_METHOD: get_block_ids_with_load_errors, REQUESTS_METHOD: get_transfer_results}
+    return {name: ours[name] for name in before}
+
+
+def attach(connector_class: Any, names: Collection[str], log_of: LogOf) -> None:
+    """Put our methods on `connector_class`, whose bases have those called `names`.
+
+    Idempotent. What the class defines itself is left alone.
+    """
+    missing = [name for name in names if name not in vars(connector_class)]
+    for name, method in methods({name: getattr(connector_class, name) for name in missing}, log_of).items():
+        setattr(connector_class, name, method)
+
+
+def method_names(features: Mapping[str, bool]) -> tuple[str, ...]:
+    """The connector's methods that this vLLM asks for failed loads."""
+    asked = {BLOCKS_METHOD: "block_error_reporting", REQUESTS_METHOD: "request_error_reporting"}
+    return tuple(name for name, feature in asked.items() if features[feature])

@@ -29,6 +29,7 @@ class Job:
     job_id: int
     is_store: bool
     outstanding: int
+    req_id: str = ""  # of a load
     deadline: float = float("inf")
     expedited: bool = False
     started: float = field(default_factory=time.monotonic)

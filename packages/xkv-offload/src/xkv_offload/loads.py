@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from xkv_store.client import GetObject
+from xkv_store.fragment import holds
 from xkv_store.key import ObjectKey
 from xkv_store.wire import LoadedObject, LoadStatus
 
@@ -22,7 +23,7 @@ from .mapping import ChunkPart
 from .metrics import count
 from .rank import RankContext
 from .stores import ObjectDone
-from .transfer import XkvTransferSpec
+from .transfer import StagedObject, XkvTransferSpec
 
 
 @dataclass(slots=True)
@@ -53,7 +54,10 @@ class Loads:
         self._feeding = False
 
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Fetch the objects of `parts` in order, as the load region has room."""
+        """Fetch the objects of `parts` in order, as the load region has room; or copy what is staged already."""
+        if spec.staged:
+            self._copy_staged(job, parts, spec)
+            return
         object_key = self._context.object_key
         fetches = [
             _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part)) for part in parts
@@ -62,6 +66,49 @@ class Loads:
             self._open[job.job_id] = fetches
             self._waiting.extend(fetches)
         self._feed()
+
+    def _copy_staged(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
+        """Copy verified objects out of the ring. The slots are the scheduler's, until the job is over."""
+        for part in parts:
+            own = spec.staged[part.key][self._context.object_rank]
+            fetch = _Fetch(job, part, self._context.object_key(spec.namespace, spec.keys[part.key]), self._base(part))
+            if own.length != self._length(fetch):
+                fetch.base = 0
+            if own.length != self._length(fetch) or not self._queue.push(
+                Priority.LOAD, job.job_id, partial(self._scatter_staged, fetch, own)
+            ):
+                self._fail_staged(fetch)
+
+    def _scatter_staged(self, fetch: _Fetch, own: StagedObject) -> None:
+        """On the copy thread: copy one object, if it is still there before and after."""
+        context = self._context
+        layout = context.layouts[fetch.part.group]
+        try:
+            if fetch.job.cancelled or not self._holds(fetch, own):
+                self._fail_staged(fetch)
+                return
+            context.mover.scatter(Move(fetch.part, layout, context.rows(own.slots), 0, fetch.base))
+            is_whole = self._holds(fetch, own)
+        except Exception:
+            self._fail_staged(fetch)
+            raise
+        if not is_whole:
+            self._fail_staged(fetch)
+            return
+        size = len(fetch.part.blocks) * layout.block_bytes
+        count("load_objects")
+        count("load_bytes", size)
+        self._done(fetch.job, size)
+
+    def _holds(self, fetch: _Fetch, own: StagedObject) -> bool:
+        """Whether the ring still holds what the scheduler has verified."""
+        ring, key = self._context.client.ring, fetch.key.encode()
+        return all(holds(ring.slot(slot), key, own.generation, number) for number, slot in enumerate(own.slots))
+
+    def _fail_staged(self, fetch: _Fetch) -> None:
+        """A verified object that is not there is an error of ours; wrong pages are not served for it."""
+        count("load_failures")
+        self._done(fetch.job, 0, fetch.part.blocks)
 
     def expire(self, jobs: Iterable[Job], now: float) -> None:
         """Give up the loads whose deadline has passed. The lock is held."""

@@ -17,7 +17,8 @@ from xkv_store.key import chunk_tag, ranks_mask, tag_salt
 
 from .identity import after_reset
 from .metrics import Increments, metric_name
-from .transfer import XkvTransferSpec
+from .staging import Answer, Staging
+from .transfer import StagedObject, XkvTransferSpec
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ TOUCHED_MAX = 1 << 14  # recency of one step; more is dropped: recency is a hint
 REQUESTS_MAX = 1 << 16  # that have stored; 0.26 stores once more after it said that a request has finished
 DENIED_MAX = 1 << 16  # failed loads that are remembered; beyond it the oldest are forgotten
 SHED_LOG_SECONDS = 60.0
+
+_COUNTED = {Answer.HIT: "lookup_hits", Answer.PENDING: "lookup_pending", Answer.MISS: "lookup_unverified"}
 
 _R = TypeVar("_R")
 
@@ -62,6 +65,9 @@ class Card(Protocol):
     def store_bytes(self) -> int:
         """Bytes on their way to the card, on the rank that has most."""
 
+    def fragments(self, tag: int) -> int:
+        """Fragments of each rank's object of a chunk."""
+
     def close(self) -> None:
         """Detach."""
 
@@ -72,6 +78,7 @@ class Words:
 
     miss: object
     hit: object
+    pending: object
     prepare_store_output: Callable[..., object]
     request_context: Callable[[], object]
     stats: Callable[[], Any]
@@ -109,8 +116,10 @@ class XkvManager:
     No exception leaves a method: it is counted, logged, and answered like a miss or an empty store.
     """
 
-    def __init__(self, *, card: Card, options: ManagerOptions, words: Words) -> None:
+    def __init__(self, *, card: Card, options: ManagerOptions, words: Words, staging: Staging | None = None) -> None:
+        """`staging`: where hits are verified before they are given (ADR 0007)."""
         self._card = card
+        self._staging = staging
         self._options = options
         self._words = words
         self._counts = Increments()
@@ -129,10 +138,13 @@ class XkvManager:
     # -- lookups ---------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes, req_context: Any) -> object:
-        """HIT if every rank's object of `key` is confirmed on the card, else MISS."""
-        return self._guarded(self._lookup, self._words.miss, key)
+        """HIT if every rank's object of `key` is confirmed on the card, else MISS.
 
-    def _lookup(self, key: bytes) -> object:
+        Where hits are verified first: HIT_PENDING until the bytes lie verified in the ring.
+        """
+        return self._guarded(self._lookup, self._words.miss, key, req_context.req_id)
+
+    def _lookup(self, key: bytes, req_id: str) -> object:
         if not self._options.loads:
             return self._words.miss
         if not self._card.alive():
@@ -142,8 +154,27 @@ class XkvManager:
         if not self._held(key, touch=True):
             self._counts.add("lookup_misses")
             return self._words.miss
-        self._counts.add("lookup_hits")
-        return self._words.hit
+        answer = Answer.HIT if self._staging is None else self._verified(self._staging, key, req_id)
+        self._counts.add(_COUNTED[answer])
+        return {Answer.HIT: self._words.hit, Answer.PENDING: self._words.pending}.get(answer, self._words.miss)
+
+    def _verified(self, staging: Staging, key: bytes, req_id: str) -> Answer:
+        """What staging says of a chunk that the card holds."""
+        salt, _ = self._salts[key[-4:]][0]
+        answer = staging.lookup(
+            req_id=req_id,
+            namespace=self._namespace,
+            key=key,
+            objects=self._options.ranks,
+            fragments=self._card.fragments(chunk_tag(salt, key[:-4])),
+        )
+        for namespace, denied, generation in staging.take_denied():
+            self._counts.add("verify_failures")
+            if namespace == self._namespace:
+                salts = self._salts.get(denied[-4:]) or self._new_salts(denied[-4:])
+                for each, _ in salts:
+                    self._deny(chunk_tag(each, denied[:-4]), generation)
+        return answer
 
     def _held(self, key: bytes, *, touch: bool) -> bool:
         """Whether all ranks' objects are confirmed and not denied."""
@@ -173,10 +204,13 @@ class XkvManager:
     def _is_denied(self, tag: int, generation: int) -> bool:
         return generation <= self._denied_up_to or generation <= self._denied.get(tag, -1)
 
+    def _deny(self, tag: int, generation: int) -> None:
+        self._denied[tag] = max(generation, self._denied.pop(tag, -1))
+
     def _read_denials(self) -> None:
         denials, lost = self._card.denials()
         for tag, generation in denials:
-            self._denied[tag] = max(generation, self._denied.pop(tag, -1))
+            self._deny(tag, generation)
         while len(self._denied) > DENIED_MAX:
             self._denied.pop(next(iter(self._denied)))
         if lost:
@@ -188,11 +222,20 @@ class XkvManager:
     # -- loads -----------------------------------------------------------------------------------------------
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> XkvTransferSpec:
-        """Where the workers find `keys`: by key; nothing is reserved (an evicted object stays readable a while)."""
-        return XkvTransferSpec(namespace=self._namespace, keys=tuple(keys), req_id=req_context.req_id)
+        """Where the workers find `keys`: by key; nothing is reserved (an evicted object stays readable a while).
+
+        Where hits are verified first: in the ring's slots, which stay until the job is over.
+        """
+        keys = tuple(keys)
+        staged: tuple[tuple[StagedObject, ...], ...] = ()
+        if self._staging is not None:
+            staged = self._guarded(self._staging.take_for_load, staged, req_context.req_id, keys)
+        return XkvTransferSpec(namespace=self._namespace, keys=keys, req_id=req_context.req_id, staged=staged)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Says nothing about success; a failed load has left its denial."""
+        if self._staging is not None:
+            self._guarded(self._staging.loaded, None, req_context.req_id, keys)
 
     def get_load_source(self, key: bytes, req_context: Any) -> object:
         """Where loads come from, in the words of releases that ask."""
@@ -288,9 +331,13 @@ class XkvManager:
         """Forget the request. One more store may come after this (0.26)."""
         self._requests.pop(req_context.req_id, None)
         self._live.discard(req_context.req_id)
+        if self._staging is not None:
+            self._guarded(self._staging.forget, None, req_context.req_id)
 
     def on_schedule_end(self, context: Any = None) -> None:
-        """Hand the step's recency to the gateway."""
+        """Hand the step's recency and reads to the gateway."""
+        if self._staging is not None:
+            self._guarded(self._staging.end_step, None)
         if self._touched:
             tags, self._touched = self._touched, []
             self._guarded(self._card.touch, None, tags)
@@ -315,10 +362,14 @@ class XkvManager:
         self._prepared_bytes.clear()
         self._requests.clear()
         self._stale = set(self._live)
+        if self._staging is not None:
+            self._guarded(self._staging.reset, None)
         self._counts.add("resets")
 
     def on_reset_flushed(self) -> None:
-        """Nothing is staged here."""
+        """Every job from before the reset is over."""
+        if self._staging is not None:
+            self._guarded(self._staging.reset_flushed, None)
 
     def get_stats(self) -> object | None:
         """Counters since the last call, or None."""

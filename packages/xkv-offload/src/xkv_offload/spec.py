@@ -5,6 +5,7 @@ Must not know: which symbols vary between releases (compat), how anything after 
 """
 
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -23,16 +24,17 @@ from xkv_compat.vllm_symbols import (
 )
 from xkv_store.client import Client
 from xkv_store.geometry import HEADER_BYTES
-from xkv_store.ring import regions
+from xkv_store.ring import regions, staged_slots
 
 from . import description, failures, identity
-from .attachment import SchedulerCard, attachment
+from .attachment import SchedulerCard, StagedReads, attachment
 from .config import parse
 from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
 from .metrics import COUNTERS, metric_name
 from .rank import RankContext
-from .worker import XkvWorker
+from .staging import Staging
+from .worker import XkvWorker, failure_log
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +44,8 @@ _OffloadingManager: Any = _framework.OffloadingManager
 _OffloadingWorker: Any = _framework.OffloadingWorker or object
 
 
-def _failure_log(connector: Any) -> failures.FailureLog | None:
-    """The log of a connector's worker, if the worker is ours."""
-    side = connector.connector_worker
-    worker = None if side is None else side.worker
-    return worker.context.failures if isinstance(worker, XkvWorker) else None
-
-
-failures.attach(offloading_connector_class(), _failure_log)
+if f"{__package__}.connector" not in sys.modules:  # else vLLM uses our subclass of it, and its own class stays as it is
+    failures.attach(offloading_connector_class(), failures.method_names(detect_live()), failure_log)
 
 
 class _Manager(XkvManager, _OffloadingManager):  # type: ignore[misc]  # vLLM's class is Any here
@@ -87,7 +83,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
     def get_manager(self) -> XkvManager:
         """The scheduler's side: attach, wait for the ranks' identities, adopt the namespace."""
         view, config = self._view, self._config
-        client = Client.attach(attachment(view=view, config=config, is_scheduler=True))
+        client = Client.attach(attachment(view=view, config=config, staged_bytes=None, is_scheduler=True))
         published = client.await_namespaces(view.world_size, config.connect_timeout_ms / 1000)
         descriptors = [identity.Descriptor.from_text(text) for _, text in published.values()]
         engine: Mapping[str, Any] = next(one.engine for one in descriptors if one.rank == 0)
@@ -121,9 +117,13 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 loads=engine["kv_role"] != "kv_producer",
                 stores=engine["kv_role"] != "kv_consumer",
             ),
+            staging=Staging(StagedReads(client), pending_seconds=config.pending_timeout_ms / 1000)
+            if engine["channel"] == "verified"
+            else None,
             words=Words(
                 miss=_framework.LookupResult.MISS,
                 hit=_framework.LookupResult.HIT,
+                pending=_framework.LookupResult.HIT_PENDING,
                 prepare_store_output=_framework.PrepareStoreOutput,
                 request_context=_framework.RequestOffloadingContext,
                 stats=_framework.OffloadingConnectorStats,
@@ -140,6 +140,12 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         layers = layer_specs(vllm_config)
         group_kinds = description.kinds(view, layers)
         replicated = description.is_replicated(view, config, group_kinds)
+        failure_plan = failures.choose(
+            features=self._features,
+            full_attention=tuple(kind.full_attention for kind in group_kinds or ()) or (False,) * len(view.groups),
+            world_size=view.world_size,
+        )
+        staged_bytes = config.staged_bytes if failure_plan.channel == "verified" else 0
         described = description.describe(
             view=view,
             config=config,
@@ -150,6 +156,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             replicated=replicated,
             kv_caches=kv_caches,
             kv_role=kv_role(vllm_config),
+            channel=failure_plan.channel,
         )
         layouts = description.layouts(view, kv_caches)
         region = regions(
@@ -157,12 +164,14 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             slot_bytes=config.fragment_bytes + HEADER_BYTES,
             world_size=view.world_size,
             load_reserve_bytes=config.load_reserve_bytes,
+            staged_bytes=staged_bytes,
         )[view.rank]
+        staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=config.fragment_bytes + HEADER_BYTES)
         description.check_room(
             chunk_bytes=[layout.chunk_bytes for layout in layouts],
             config=config,
             world_size=view.world_size,
-            load_slots=region.load_slots,
+            load_slots=staged // (1 if replicated else view.world_size) if staged else region.load_slots,
             store_slots=region.store_slots,
         )
         mover = make_mover(
@@ -170,7 +179,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             staging_bytes=config.staging_bytes,
             layouts=layouts,
         )
-        client = Client.attach(attachment(view=view, config=config, is_scheduler=False))
+        client = Client.attach(attachment(view=view, config=config, staged_bytes=staged_bytes, is_scheduler=False))
         client.publish_namespace(described.digest(), described.text())
         logger.info("xkv: rank %d of %d ready in %.2f s", view.rank, view.world_size, time.monotonic() - started)
         return _Worker(
@@ -186,12 +195,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 positions={group.group_id: position for position, group in enumerate(view.groups)},
                 mover=mover,
                 load_timeout_s=config.load_timeout_ms / 1000,
-                failure_plan=failures.choose(
-                    features=self._features,
-                    full_attention=tuple(kind.full_attention for kind in group_kinds or ())
-                    or (False,) * len(view.groups),
-                    world_size=view.world_size,
-                ),
+                failure_plan=failure_plan,
                 failures=failures.FailureLog(),
             ),
             transfer_result=_framework.TransferResult,

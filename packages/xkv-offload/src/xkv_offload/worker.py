@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from .failures import LoadFailedError
+from .failures import FailureLog, LoadFailedError
 from .jobs import CopyQueue, Job
 from .loads import Loads
 from .mapping import ChunkPart, MappingError, plan_load, plan_store
@@ -57,7 +57,7 @@ class XkvWorker:
             if parts:
                 self._stores.submit(job, parts, dst_spec)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
-            self._survive(job_id, "submit_store", is_store=True, blocks=())
+            self._survive(job_id, "submit_store", is_store=True, blocks=(), req_id="")
         return True
 
     def submit_load(self, job_id: int, src_spec: XkvTransferSpec, dst_spec: Any, expedited: bool = False) -> bool:
@@ -65,20 +65,20 @@ class XkvWorker:
         blocks = [int(block) for block in dst_spec.block_ids]
         try:
             parts = self._load_parts(src_spec, dst_spec)
-            job = self._begin(job_id, is_store=False, objects=len(parts))
+            job = self._begin(job_id, is_store=False, objects=len(parts), req_id=src_spec.req_id)
             job.deadline = time.monotonic() + self._context.load_timeout_s
             job.expedited = expedited
             if parts:
                 self._loads.submit(job, parts, src_spec)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
-            self._survive(job_id, "submit_load", is_store=False, blocks=blocks)
+            self._survive(job_id, "submit_load", is_store=False, blocks=blocks, req_id=src_spec.req_id)
         return True
 
     def get_finished(self) -> list[Any]:
         """Results of the jobs that ended since the last call.
 
-        Raises LoadFailedError where a load failed and this vLLM has no way to hear of it: the engine ends rather
-        than serve wrong pages.
+        Raises LoadFailedError where a load of verified objects failed, and this vLLM has no way to hear of it: the
+        engine ends rather than serve wrong pages.
         """
         now = time.monotonic()
         self._guarded(lambda: self._loads.expire(self._jobs.values(), now))
@@ -145,8 +145,8 @@ class XkvWorker:
             blocks_per_chunk=self._context.blocks_per_chunk,
         )
 
-    def _begin(self, job_id: int, *, is_store: bool, objects: int) -> Job:
-        job = Job(job_id, is_store, objects)
+    def _begin(self, job_id: int, *, is_store: bool, objects: int, req_id: str = "") -> Job:
+        job = Job(job_id, is_store, objects, req_id=req_id)
         if not objects:
             job.done.set()
         with self._lock:
@@ -162,7 +162,7 @@ class XkvWorker:
             if job.outstanding == 0:
                 job.done.set()
 
-    def _survive(self, job_id: int, where: str, *, is_store: bool, blocks: Iterable[int]) -> None:
+    def _survive(self, job_id: int, where: str, *, is_store: bool, blocks: Iterable[int], req_id: str) -> None:
         """Keep an error of ours from vLLM: the job is over, and a load has failed; nothing of it moves any more."""
         count("worker_errors")
         logger.exception("%s of job %d failed", where, job_id)  # noqa: LOG004 - called in handlers only
@@ -170,7 +170,7 @@ class XkvWorker:
             begun = self._jobs.get(job_id)
         if begun is not None:
             self.wait({job_id})
-        job = self._begin(job_id, is_store=is_store, objects=0)
+        job = self._begin(job_id, is_store=is_store, objects=0, req_id=req_id)
         job.failed_blocks += blocks
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -184,12 +184,15 @@ class XkvWorker:
 
     def _report_failure(self, job: Job) -> None:
         plan = self._context.failure_plan
-        if plan.channel == "none":
+        if plan.channel == "verified":
             raise LoadFailedError(
-                f"A load of {len(job.failed_blocks)} blocks failed, and vLLM cannot be told ({plan.reason}): the "
-                "engine ends rather than serve wrong KV pages"
+                f"A load of {len(job.failed_blocks)} blocks failed though its objects had been verified, and vLLM "
+                f"cannot be told ({plan.reason}): the engine ends rather than serve wrong KV pages"
             )
-        self._context.failures.add(job.failed_blocks)
+        if plan.channel == "request_errors" and not job.expedited:
+            self._context.failures.add_request(job.req_id)
+        else:
+            self._context.failures.add(job.failed_blocks)
 
     def _transfer_result(self, job: Job) -> Any:
         return self._result(
@@ -207,3 +210,10 @@ class XkvWorker:
             except Exception:  # noqa: PERF203 - one failed copy must not end the thread
                 count("worker_errors")
                 logger.exception("A copy failed")
+
+
+def failure_log(connector: Any) -> FailureLog | None:
+    """The log of a connector's worker, if the worker is ours."""
+    side = connector.connector_worker
+    worker = None if side is None else side.worker
+    return worker.context.failures if isinstance(worker, XkvWorker) else None

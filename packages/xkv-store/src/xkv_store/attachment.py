@@ -41,6 +41,8 @@ class Attachment:
     world_size: int
     ring_bytes: int
     load_reserve_bytes: int
+    staged_bytes: int | None
+    """The scheduler's part of the ring; None: a scheduler that takes what its ranks have said."""
     fragment_bytes: int
     connect_timeout_ms: int
     heartbeat_timeout_ms: int
@@ -51,6 +53,7 @@ class Attachment:
     def __post_init__(self) -> None:
         assert self.role is not Role.TOOL, "a tool needs no ring: tool.Tool"
         assert 0 <= self.rank < self.world_size
+        assert self.staged_bytes is not None or self.role is Role.SCHEDULER
         if not 0 < len(self.engine_id.encode()) <= ENGINE_ID_BYTES_MAX:
             raise UserError(
                 f"the engine id {self.engine_id[:40]!r} has to have 1 to {ENGINE_ID_BYTES_MAX} bytes; set engine_id in "
@@ -67,6 +70,7 @@ class Attachment:
             world_size=self.world_size,
             ring_bytes=self.ring_bytes,
             load_reserve_bytes=self.load_reserve_bytes,
+            staged_bytes=self.staged_bytes,
             fragment_bytes=self.fragment_bytes,
             pid=os.getpid(),
         )

@@ -14,6 +14,7 @@ import random
 import select
 import threading
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from . import attachment as reasons
@@ -161,7 +162,7 @@ class Client:
 
     @property
     def load_region(self) -> SlotRegion:
-        """The slots for gets."""
+        """The slots for gets; a scheduler's are the staged region."""
         return self._attached_memory().load_region
 
     # --- the scheduler's ---------------------------------------------------------------------------------
@@ -441,6 +442,11 @@ class Client:
             if self._published is not None:
                 connection.submit(self._published)
             self._memory = memory
+            if self._attachment.staged_bytes is None:
+                # A gateway that comes back may hear of this engine from us first.
+                self._attachment = replace(
+                    self._attachment, staged_bytes=memory.load_region.count * memory.ring.slot_bytes
+                )
             self._epoch += 1
             self._connected = True
             self._noted = ""

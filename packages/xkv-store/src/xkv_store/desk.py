@@ -268,6 +268,8 @@ class Desk:
             mine = engine.regions[hello.rank]
             store_region = wire.SlotRange(mine.first, mine.store_slots)
             load_region = wire.SlotRange(mine.load_first, mine.load_slots)
+        elif engine is not None:
+            load_region = wire.SlotRange(engine.ring.slots - engine.staged_slots, engine.staged_slots)
         return wire.Welcome(
             version=wire.PROTOCOL_VERSION,
             session=connection.number,

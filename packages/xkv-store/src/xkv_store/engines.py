@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from .control import ControlPage
 from .errors import PeerError, UserError
-from .ring import RankRegions, Ring, memory_identity, regions, ring_slots
+from .ring import RankRegions, Ring, memory_identity, regions, ring_slots, staged_slots
 from .wire import DESCRIPTOR_BYTES_MAX, RANKS_MAX, Hello, RankNamespace, RefusedCode, Role
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Engine(Generic[Session]):
     ring: Ring
     control: ControlPage
     regions: tuple[RankRegions, ...]
+    staged_slots: int  # the scheduler's; the ring's last ones
     sessions: dict[tuple[Role, int], Session] = field(default_factory=dict)
     namespaces: dict[int, RankNamespace] = field(default_factory=dict)
 
@@ -137,11 +138,20 @@ class Engines(Generic[Session]):
                     f"{name} is {theirs}, but this engine's first session gave {ours}; all ranks of an engine "
                     "must be configured alike",
                 )
+        if hello.staged_bytes is not None and self._staged_slots(hello) != engine.staged_slots:
+            raise Refusal(
+                RefusedCode.RING,
+                f"xkv.staged_bytes is {hello.staged_bytes}, but this engine's first session gave "
+                f"{first.staged_bytes}; all ranks of an engine must be configured alike",
+            )
         if fds and (memory_identity(fds[0]), memory_identity(fds[1])) != (
             engine.ring.identity,
             engine.control.identity,
         ):
             raise Refusal(RefusedCode.RING, "the ring handed over is not the one that this engine's other sessions use")
+
+    def _staged_slots(self, hello: Hello) -> int:
+        return staged_slots(staged_bytes=hello.staged_bytes or 0, slot_bytes=self._slot_bytes)
 
     def _plan(self, hello: Hello) -> tuple[RankRegions, ...]:
         try:
@@ -150,6 +160,7 @@ class Engines(Generic[Session]):
                 slot_bytes=self._slot_bytes,
                 world_size=hello.world_size,
                 load_reserve_bytes=hello.load_reserve_bytes,
+                staged_bytes=hello.staged_bytes or 0,
             )
         except UserError as error:
             raise Refusal(RefusedCode.RING, str(error)) from error
@@ -175,7 +186,7 @@ class Engines(Generic[Session]):
         except PeerError as error:
             ring.close()
             raise Refusal(RefusedCode.RING, str(error)) from error
-        return Engine(hello, ring, control, plan)
+        return Engine(hello, ring, control, plan, self._staged_slots(hello))
 
     def _take_over(self, hello: Hello, fds: list[int]) -> Engine[Session]:
         """A ring and a page from a former life of the gateway; both take their descriptor, also on failure."""
@@ -195,7 +206,7 @@ class Engines(Generic[Session]):
             raise Refusal(RefusedCode.RING, str(error)) from error
         if control.boot_id != self._boot_id:
             control.set_boot(self._boot_id)
-        return Engine(hello, ring, control, plan)
+        return Engine(hello, ring, control, plan, self._staged_slots(hello))
 
 
 def check_descriptor(text: str) -> None:

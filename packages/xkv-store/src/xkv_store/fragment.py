@@ -116,6 +116,20 @@ def prove(slot: memoryview, identity: Identity, geometry: Geometry, fragment: in
         raise CorruptObject(f"fragment {fragment}: the payload's checksum is wrong")
 
 
+def holds(slot: memoryview, key: bytes, generation: int, fragment: int) -> bool:
+    """Whether the header in `slot` still says so: what was proved there once has not been given away since."""
+    try:
+        header = parse_slot_header(slot)
+    except BadBytesError:
+        return False
+    return (header.key, header.generation, header.fragment) == (key, generation, fragment)
+
+
+def erase(slot: memoryview) -> None:
+    """Take the header away, so that `holds` is false from now on whatever comes into the slot."""
+    slot[: len(SLOT_MAGIC)] = bytes(len(SLOT_MAGIC))
+
+
 def filled(slots: Sequence[memoryview], length: int, geometry: Geometry, first_fragment: int) -> list[memoryview]:
     """Each slot as far as its fragment of an object of `length` bytes fills it."""
     return [slot[: geometry.slot_fill_bytes(length, fragment)] for fragment, slot in enumerate(slots, first_fragment)]

@@ -221,20 +221,27 @@ def ring_slots(*, ring_bytes: int, slot_bytes: int) -> int:
     return slots
 
 
-def regions(*, ring_bytes: int, slot_bytes: int, world_size: int, load_reserve_bytes: int) -> tuple[RankRegions, ...]:
+def staged_slots(*, staged_bytes: int, slot_bytes: int) -> int:
+    """Slots of the scheduler's part of a ring: they are the ring's last."""
+    return staged_bytes // slot_bytes
+
+
+def regions(
+    *, ring_bytes: int, slot_bytes: int, world_size: int, load_reserve_bytes: int, staged_bytes: int = 0
+) -> tuple[RankRegions, ...]:
     """Divide a ring evenly over the ranks, and each rank's part into slots for stores and for loads.
 
     The reserve is the whole engine's; each rank has its share, rounded up, at least one slot and at most
-    all but one. What does not divide evenly stays unused. Raises UserError where a rank would have fewer
-    than two slots.
+    all but one. What the scheduler has is taken off the ring's end first; where it has any, it is the scheduler
+    that reads, and ranks keep one slot for it. What does not divide evenly stays unused. Raises UserError where a rank would have fewer than two slots.
     """
     assert world_size > 0
-    slots = ring_slots(ring_bytes=ring_bytes, slot_bytes=slot_bytes)
-    each = slots // world_size
+    staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=slot_bytes)
+    each = (ring_slots(ring_bytes=ring_bytes, slot_bytes=slot_bytes) - staged) // world_size
     if each < 2:
-        raise UserError(
-            f"xkv.ring_bytes is {ring_bytes}: {world_size} ranks need at least {2 * world_size * slot_bytes}"
-        )
-    share = -(-load_reserve_bytes // (slot_bytes * world_size))
+        needed = (2 * world_size + staged) * slot_bytes
+        beside = f" beside xkv.staged_bytes = {staged_bytes}" if staged else ""
+        raise UserError(f"xkv.ring_bytes is {ring_bytes}: {world_size} ranks need at least {needed}{beside}")
+    share = 1 if staged else -(-load_reserve_bytes // (slot_bytes * world_size))
     load = min(max(share, 1), each - 1)
     return tuple(RankRegions(first=rank * each, store_slots=each - load, load_slots=load) for rank in range(world_size))

@@ -113,7 +113,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 }
 
 PERMITTED: Final[dict[Role, frozenset[type]]] = {
-    Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, AskStatus}),
+    Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, Get, Cancel, AskStatus}),
     Role.RANK: frozenset({PublishNamespace, Put, Get, Cancel, AskStatus}),
     Role.TOOL: frozenset({AskStatus, Stop}),
 }

@@ -213,6 +213,19 @@ class TableReader:
         """Entries in use."""
         return self._words[_ENTRIES_WORD]
 
+    def fragments(self, tag: int) -> int:
+        """The fragments of the chunk's largest object; 0 where it is not held. Slower than a lookup."""
+        if self.lookup(tag) is None:
+            return 0
+        words, at = self._words, _FIRST_WORD + ((tag * self.capacity) >> 64) * _ENTRY_WORDS
+        for _ in range(self.capacity):
+            if words[at] in {tag, 0}:
+                return words[at + 3] if words[at] else 0
+            at += _ENTRY_WORDS
+            if at >= _FIRST_WORD + self.capacity * _ENTRY_WORDS:
+                at = _FIRST_WORD
+        return 0
+
     @property
     def highest_generation(self) -> int:
         """The highest generation that has ever been confirmed in this life of the gateway."""

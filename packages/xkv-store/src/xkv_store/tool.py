@@ -55,6 +55,7 @@ class Tool:
                 world_size=1,
                 ring_bytes=0,
                 load_reserve_bytes=0,
+                staged_bytes=0,
                 fragment_bytes=0,
                 pid=os.getpid(),
             )

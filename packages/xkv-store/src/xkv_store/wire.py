@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAGIC: Final = b"XKV1"
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 
 MESSAGE_BYTES_MAX: Final = 65_536
 """Below the default socket buffer, so that the kernel keeps a message whole and takes several at once."""
@@ -164,7 +164,10 @@ class RankNamespace(_Part, frozen=True):
 
 
 class Hello(_Message, frozen=True):
-    """The first message of a client. A tool gives 0 for ring, reserve and fragment."""
+    """The first message of a client. A tool gives 0 for ring, reserve, staged and fragment.
+
+    `staged_bytes`: the scheduler's part of the ring; None from a scheduler that takes what its ranks have said.
+    """
 
     version: _U32
     engine_id: Annotated[str, msgspec.Meta(max_length=ENGINE_ID_BYTES_MAX)]
@@ -173,6 +176,7 @@ class Hello(_Message, frozen=True):
     world_size: _U32
     ring_bytes: _U64
     load_reserve_bytes: _U64
+    staged_bytes: _U64 | None
     fragment_bytes: _U32
     pid: _U32
 

@@ -59,6 +59,7 @@ class Peer:
             world_size=world_size,
             ring_bytes=ring_bytes,
             load_reserve_bytes=ring_bytes // 4,
+            staged_bytes=0,
             fragment_bytes=self.geometry.fragment_bytes if fragment_bytes is None else fragment_bytes,
             pid=os.getpid(),
         )

@@ -1,0 +1,325 @@
+"""Verify before hit: objects that lie, verified, in the engine's ring before a lookup hits them (ADR 0007).
+
+Owns: which request may take slots of the staged region, which objects are staged and for whom, when slots are let
+go. Plans and books only; the reads themselves go through `Reads`.
+Must not know: vLLM, the lookup table, how a read is made.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from .transfer import StagedObject
+
+logger = logging.getLogger(__name__)
+
+REQUESTS_MAX = 1024  # that are looked up at once; vLLM runs far fewer, further ones miss
+LEASE_SECONDS = 5.0  # vLLM asks again each step, unless it lacks pages for longer than that
+QUARANTINE_SECONDS = 60.0  # after a reset, for copies of jobs that vLLM tells nothing more of
+
+
+class State(Enum):
+    """Where one chunk's objects stand."""
+
+    READING = auto()
+    READY = auto()
+    FAILED = auto()
+
+
+class Answer(Enum):
+    """What a lookup of a confirmed chunk is answered."""
+
+    HIT = auto()
+    PENDING = auto()
+    MISS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadDone:
+    """The end of one object's read: `object` counts the chunk's objects (one per rank)."""
+
+    chunk: "Chunk"
+    object: int
+    generation: int
+    length: int
+    ok: bool
+    denied: bool  # not to be believed any more: the card's copy is bad, or cannot be read
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """The objects of one key, on their way into the ring or there."""
+
+    namespace: bytes
+    key: bytes
+    slots: tuple[tuple[int, ...], ...]  # per object
+    state: State = State.READING
+    outstanding: int = 0
+    found: dict[int, StagedObject] = field(default_factory=dict)
+    holders: set[str] = field(default_factory=set)  # requests that were told, or will be
+    jobs: int = 0  # load jobs that copy from it
+
+    @property
+    def objects(self) -> tuple[StagedObject, ...]:
+        """By rank, once READY."""
+        return tuple(self.found[number] for number in range(len(self.slots)))
+
+
+class Reads(Protocol):
+    """The scheduler's attachment, as far as staging needs it."""
+
+    @property
+    def slots(self) -> int:
+        """Slots of the staged region."""
+
+    @property
+    def free(self) -> int:
+        """Those of them that can be taken now."""
+
+    def take(self, count: int) -> list[int] | None:
+        """Slots, or None where there are not so many free."""
+
+    def give(self, slots: Sequence[int]) -> None:
+        """Erase these slots' headers, and take them back."""
+
+    def start(self, chunk: Chunk) -> None:
+        """Read every object of the chunk; each ends in `finished`, also where there is no gateway."""
+
+    def send(self) -> None:
+        """Let what was started begin: one message for all of a step."""
+
+    def finished(self) -> Iterable[ReadDone]:
+        """The ends of reads since the last call."""
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request that is being looked up.
+
+    `may_wait`: for slots; not once it has waited too long, or holds all there are alone. `wants_more`: than there was
+    room for, in its last pass of lookups.
+    """
+
+    since: float  # of its first lookup
+    seen: float  # of its last lookup
+    seen_step: int = -1
+    is_late: bool = False
+    may_wait: bool = True
+    wants_more: bool = False
+    failed: set[bytes] = field(default_factory=set)
+    chunks: dict[bytes, Chunk] = field(default_factory=dict)
+
+
+class Staging:
+    """All staged chunks of one engine. One thread (vLLM's scheduling thread)."""
+
+    def __init__(self, reads: Reads, *, pending_seconds: float) -> None:
+        self._reads = reads
+        self._pending_seconds = pending_seconds
+        self._chunks: dict[tuple[bytes, bytes], Chunk] = {}
+        self._requests: dict[str, _Request] = {}
+        self._queue: deque[str] = deque()  # by first lookup; all but the first have nothing or all they want
+        self._in_jobs: dict[str, dict[bytes, Chunk]] = {}
+        self._quarantine: deque[tuple[float, Chunk]] = deque()
+        self._denied: list[tuple[bytes, bytes, int]] = []
+        self._step = 0
+        self.timeouts = 0  # requests that waited too long
+
+    # -- lookups ---------------------------------------------------------------------------------------------
+
+    def lookup(self, *, req_id: str, namespace: bytes, key: bytes, objects: int, fragments: int) -> Answer:
+        """What to answer for a chunk that the card holds, as `objects` objects of `fragments` slots each."""
+        self.poll()
+        now = time.monotonic()
+        request = self._request(req_id, now)
+        if request is None or key in request.failed:
+            return Answer.MISS
+        is_late = now - request.since > self._pending_seconds
+        chunk = request.chunks.get(key)
+        if chunk is None and not is_late:
+            chunk = self._lease(request, req_id, (namespace, key), objects=objects, fragments=fragments)
+        if chunk is not None and chunk.state is State.READY:
+            return Answer.HIT
+        if chunk is None or chunk.state is State.READING:
+            if is_late and not request.is_late:
+                request.is_late, request.may_wait, request.wants_more = True, False, False
+                self.timeouts += 1
+            waits = request.may_wait if chunk is None else not is_late
+            return Answer.PENDING if waits else Answer.MISS
+        self._drop(request, req_id, key)
+        request.failed.add(key)
+        return Answer.MISS
+
+    def _request(self, req_id: str, now: float) -> _Request | None:
+        request = self._requests.get(req_id)
+        if request is None:
+            if len(self._requests) >= REQUESTS_MAX:
+                return None
+            request = self._requests[req_id] = _Request(since=now, seen=now)
+            self._queue.append(req_id)
+        if request.seen_step != self._step:
+            request.seen_step, request.wants_more = self._step, False
+        request.seen = now
+        return request
+
+    def _lease(
+        self, request: _Request, req_id: str, name: tuple[bytes, bytes], *, objects: int, fragments: int
+    ) -> Chunk | None:
+        """A chunk for the request: staged already, or taken now; None if it is not its turn or there is no room."""
+        if request.may_wait and not self._is_first(req_id):
+            request.wants_more = True
+            return None
+        chunk = self._chunks.get(name)
+        if chunk is None:
+            taken = self._reads.take(objects * fragments) if fragments else None
+            if taken is None:
+                self._no_room(request, objects * fragments)
+                return None
+            slots = tuple(tuple(taken[at : at + fragments]) for at in range(0, len(taken), fragments))
+            chunk = self._chunks[name] = Chunk(*name, slots, outstanding=objects)
+            self._reads.start(chunk)
+        chunk.holders.add(req_id)
+        request.chunks[name[1]] = chunk
+        return chunk
+
+    def _is_first(self, req_id: str) -> bool:
+        """Whether it is this request's turn to take slots. Those before it that have all they want are passed."""
+        while self._queue and self._queue[0] != req_id:
+            first = self._requests.get(self._queue[0])
+            if first is not None and first.wants_more:
+                return False
+            if first is not None:
+                first.may_wait = False
+            self._queue.popleft()
+        return bool(self._queue)
+
+    def _no_room(self, request: _Request, slots: int) -> None:
+        """The first request waits, unless what it waits for are its own slots."""
+        own = sum(len(each) for chunk in request.chunks.values() for each in chunk.slots)
+        if slots == 0 or slots > self._reads.slots - own or self._reads.slots - self._reads.free <= own:
+            request.may_wait = False
+        request.wants_more = request.may_wait
+
+    # -- loads -----------------------------------------------------------------------------------------------
+
+    def take_for_load(self, req_id: str, keys: Collection[bytes]) -> tuple[tuple[StagedObject, ...], ...]:
+        """Hand the request's verified chunks `keys` to a load job; what else it holds is let go.
+
+        Raises KeyError where a key was not verified for it: then nothing has been handed over.
+        """
+        request = self._requests[req_id]
+        chunks = [request.chunks[key] for key in keys]
+        if any(chunk.state is not State.READY for chunk in chunks) or req_id in self._in_jobs:
+            raise KeyError(req_id)
+        jobs = self._in_jobs.setdefault(req_id, {})
+        for chunk in chunks:
+            chunk.jobs += 1
+            jobs[chunk.key] = chunk
+        self.forget(req_id)
+        return tuple(chunk.objects for chunk in chunks)
+
+    def loaded(self, req_id: str, keys: Iterable[bytes]) -> None:
+        """The load job of these keys is over on every rank."""
+        jobs = self._in_jobs.get(req_id, {})
+        for key in keys:
+            chunk = jobs.pop(key, None)
+            if chunk is not None:
+                chunk.jobs -= 1
+                self._let_go(chunk)
+        if not jobs:
+            self._in_jobs.pop(req_id, None)
+
+    # -- ends ------------------------------------------------------------------------------------------------
+
+    def forget(self, req_id: str) -> None:
+        """The request is looked up no more: what it holds and no job needs is let go."""
+        request = self._requests.pop(req_id, None)
+        if request is None:
+            return
+        if req_id in self._queue:
+            self._queue.remove(req_id)
+        for key in list(request.chunks):
+            self._drop(request, req_id, key)
+
+    def end_step(self) -> None:
+        """A step is planned. Requests that were not asked for since long lose what they hold."""
+        self._step += 1
+        self._reads.send()
+        self.poll()
+        now = time.monotonic()
+        for req_id in [name for name, one in self._requests.items() if now - one.seen > LEASE_SECONDS]:
+            self.forget(req_id)
+        while self._quarantine and self._quarantine[0][0] <= now:
+            _, chunk = self._quarantine.popleft()
+            chunk.jobs -= 1
+            self._let_go(chunk)
+
+    def reset(self) -> None:
+        """Nothing from before is looked up again, and vLLM reports none of its jobs."""
+        for req_id in list(self._requests):
+            self.forget(req_id)
+        until = time.monotonic() + QUARANTINE_SECONDS
+        for jobs in self._in_jobs.values():
+            self._quarantine.extend((until, chunk) for chunk in jobs.values())
+        self._in_jobs.clear()
+
+    def reset_flushed(self) -> None:
+        """Every job of before the reset is over on every rank."""
+        while self._quarantine:
+            _, chunk = self._quarantine.popleft()
+            chunk.jobs -= 1
+            self._let_go(chunk)
+
+    def take_denied(self) -> list[tuple[bytes, bytes, int]]:
+        """(namespace, key, generation) of objects whose read failed, since the last call."""
+        taken, self._denied = self._denied, []
+        return taken
+
+    @property
+    def staged(self) -> int:
+        """Chunks in the ring."""
+        return len(self._chunks)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Take in what has been read."""
+        for done in self._reads.finished():
+            chunk = done.chunk
+            chunk.outstanding -= 1
+            if done.ok:
+                slots = chunk.slots[done.object]
+                chunk.found[done.object] = StagedObject(done.generation, done.length, slots)
+            else:
+                chunk.state = State.FAILED
+                if done.denied:
+                    self._denied.append((chunk.namespace, chunk.key, done.generation))
+            if chunk.outstanding == 0:
+                if chunk.state is State.READING:
+                    chunk.state = State.READY
+                else:
+                    self._unlist(chunk)
+                self._let_go(chunk)
+
+    def _drop(self, request: _Request, req_id: str, key: bytes) -> None:
+        chunk = request.chunks.pop(key)
+        chunk.holders.discard(req_id)
+        self._let_go(chunk)
+
+    def _unlist(self, chunk: Chunk) -> None:
+        if self._chunks.get((chunk.namespace, chunk.key)) is chunk:
+            del self._chunks[chunk.namespace, chunk.key]
+
+    def _let_go(self, chunk: Chunk) -> None:
+        """Give the slots back once nobody needs them and nothing is read into them."""
+        if chunk.holders or chunk.jobs or not chunk.slots:
+            return
+        self._unlist(chunk)
+        if chunk.outstanding:
+            return  # until the last read has ended
+        slots, chunk.slots = chunk.slots, ()
+        self._reads.give([slot for own in slots for slot in own])
