@@ -106,6 +106,7 @@ def described(*, of: ConfigView | None = None, layers: Any = LAYERS, stride: int
         replicated=False,
         kv_caches=caches(stride=stride),
         kv_role="kv_both",
+        channel="block_errors",
     )
 
 

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 
 from xkv_offload import worker as worker_module
+from xkv_offload.attachment import StagedReads
 from xkv_offload.copy import HostMover, Move
 from xkv_offload.failures import FailureLog, LoadFailedError, Plan
 from xkv_offload.layout import ObjectLayout, Page
 from xkv_offload.metrics import PROCESS_COUNTERS
 from xkv_offload.rank import RankContext
+from xkv_offload.staging import Answer, Staging
 from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
 from xkv_store.client import Attachment, Client
@@ -61,6 +63,7 @@ def worker_on(
     channel: Any = "block_errors",
     load_timeout_s: float = 10.0,
     ring_slots: int = 64,
+    staged_slots: int = 0,
     poisoned: bool = False,
 ) -> Iterator[tuple[XkvWorker, list[Any]]]:
     """A worker with tensors of random bytes (or poison) and its tensors."""
@@ -73,7 +76,7 @@ def worker_on(
             world_size=1,
             ring_bytes=ring_slots * SLOT,
             load_reserve_bytes=ring_slots * SLOT // 4,
-            staged_bytes=0,
+            staged_bytes=staged_slots * SLOT,
             fragment_bytes=SLOT - 1024,
             connect_timeout_ms=10_000,
             heartbeat_timeout_ms=3_000,
@@ -100,7 +103,7 @@ def worker_on(
             positions={0: 0},
             mover=HostMover(tensors),
             load_timeout_s=load_timeout_s,
-            failure_plan=Plan(channel, "no channel" if channel == "none" else ""),
+            failure_plan=Plan(channel, "no channel" if channel == "verified" else ""),
             failures=FailureLog(),
         ),
         transfer_result=Result,
@@ -243,13 +246,130 @@ def test_a_failed_object_is_denied_reported_and_touches_nothing(
         assert PROCESS_COUNTERS["load_failures"] == 1
 
 
-def test_without_a_channel_a_failed_load_ends_the_engine_with_an_error_that_says_so(
+def test_with_request_errors_the_request_of_a_failed_load_is_named(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, channel="request_errors") as (worker, _):
+        worker.submit_load(0, spec([99]), whole(1, 1))
+        assert finish(worker, 0).success
+        assert worker.context.failures.take_requests() == {"r"}
+        assert worker.context.failures.take() == set()
+        # vLLM does not look at requests for loads inside a step.
+        worker.submit_load(1, spec([99]), whole(1, 1), expedited=True)
+        worker.wait({1})
+        assert finish(worker, 1).success
+        assert worker.context.failures.take_requests() == set()
+        assert worker.context.failures.take() == {1, 2, 3, 4}
+
+
+def test_where_hits_are_verified_a_failed_load_ends_the_engine_with_an_error_that_says_so(
     gateway: GatewayProcess, tmp_path: Path
 ) -> None:
-    with worker_on(tmp_path, channel="none") as (worker, _):
+    with worker_on(tmp_path, channel="verified") as (worker, _):
         worker.submit_load(0, spec([99]), whole(1, 1))
         with pytest.raises(LoadFailedError, match="no channel"):
             finish(worker, 0)
+
+
+@contextmanager
+def scheduler_of(folder: Path, *, engine: str, ring_slots: int = 64) -> Iterator[Staging]:
+    """The scheduler's side of an engine whose rank is attached: its staged region, on the client's real reads."""
+    client = Client.attach(
+        Attachment(
+            socket=socket_for_port(folder / "sockets", PORT),
+            engine_id=engine,
+            role=Role.SCHEDULER,
+            rank=0,
+            world_size=1,
+            ring_bytes=ring_slots * SLOT,
+            load_reserve_bytes=ring_slots * SLOT // 4,
+            staged_bytes=None,
+            fragment_bytes=SLOT - 1024,
+            connect_timeout_ms=10_000,
+            heartbeat_timeout_ms=3_000,
+            embedded=None,
+        )
+    )
+    try:
+        yield Staging(StagedReads(client), pending_seconds=DEADLINE_S)
+    finally:
+        client.close()
+
+
+def verified(staging: Staging, keys: Sequence[int]) -> XkvTransferSpec:
+    """A load's spec for chunks that have been read into the ring."""
+    wanted = [key(number) for number in keys]
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        answers = {
+            staging.lookup(req_id="r", namespace=NAMESPACE, key=one, objects=1, fragments=4) for one in wanted
+        }
+        if answers == {Answer.HIT}:
+            break
+        assert answers <= {Answer.HIT, Answer.PENDING}
+        assert time.monotonic() < deadline
+        staging.end_step()
+        time.sleep(0.002)
+    return XkvTransferSpec(
+        namespace=NAMESPACE, keys=tuple(wanted), req_id="r", staged=staging.take_for_load("r", wanted)
+    )
+
+
+def test_verified_objects_are_copied_from_the_ring_with_no_gateway_at_all(
+    gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1, 2, 3])
+    with (
+        worker_on(tmp_path, engine="b", poisoned=True, channel="verified", staged_slots=16) as (second, loaded),
+        scheduler_of(tmp_path, engine="b") as staging,
+    ):
+        told = verified(staging, [2, 3])
+        gateway.kill()
+        second.submit_load(0, told, Blocks([20, 21, 9, 10, 11], [5], [2]))
+        assert finish(second, 0).transfer_size == 5 * sum(PAGES)
+        check(stored, loaded, {20: 7, 21: 8, 9: 9, 10: 10, 11: 11})
+
+
+def test_a_verified_object_whose_slot_was_given_away_is_not_served(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1])
+    with (
+        worker_on(tmp_path, engine="b", poisoned=True, channel="verified", staged_slots=16) as (second, loaded),
+        scheduler_of(tmp_path, engine="b") as staging,
+    ):
+        told = verified(staging, [1])
+        staging.loaded("r", [key(1)])
+        second.submit_load(0, told, whole(1, 1))
+        with pytest.raises(LoadFailedError, match="had been verified"):
+            finish(second, 0)
+        check(loaded, loaded, {})
+
+
+def test_the_staged_region_outlives_a_gateway_whoever_comes_back_first(
+    gateway: GatewayProcess, tmp_path: Path
+) -> None:
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1])
+    with (
+        worker_on(tmp_path, engine="b", poisoned=True, channel="verified", staged_slots=16) as (second, loaded),
+        scheduler_of(tmp_path, engine="b") as staging,
+    ):
+        gateway.kill()
+        with running_gateway(tmp_path, slot_bytes=SLOT):
+            deadline = time.monotonic() + DEADLINE_S
+            while not second.context.client.alive():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            told = None
+            while told is None:
+                assert time.monotonic() < deadline
+                try:
+                    told = verified(staging, [1])
+                except AssertionError:  # a read that met the gap; a later request asks anew
+                    staging.forget("r")
+                    time.sleep(0.05)
+            second.submit_load(0, told, whole(1, 1))
+            assert finish(second, 0).transfer_size == BPC * sum(PAGES)
+            check(stored, loaded, {1 + at: 1 + at for at in range(4)})
 
 
 def test_a_stopped_gateway_delays_neither_submit_nor_wait_and_its_late_answer_touches_nothing(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .errors import CorruptObject
 from .geometry import FRAGMENTS_MAX, HEADER_BYTES, Geometry
 from .layout import (
+    SLOT_MAGIC,
     BadBytesError,
     Extent,
     SlotHeader,
