@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -99,7 +100,12 @@ class Names:
 
 @cache
 def names() -> Names:
-    """Import vLLM, once in a process (12 to 30 s), and let it know the stand-in model's class."""
+    """Import vLLM, once in a process (12 to 30 s), and let it know the stand-in model's class.
+
+    Pages lie in host memory, so its platform must be the CPU's. A wheel built for GPUs takes that for its platform
+    only if it is told to, and without a driver it finds none at all; older releases and CPU wheels do not ask.
+    """
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
         found = {name: _imported(place) for name, place in _PLACES.items()}
