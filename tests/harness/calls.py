@@ -13,7 +13,6 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
     from types import FrameType
 
 
@@ -58,16 +57,13 @@ def recorded_spec(spec: Any) -> Any:
 
 
 @cache
-def _recorded(kind: Hashable, role: str) -> Any:
+def _recorded(kind: Any, role: str) -> Any:
     """A subclass of `kind` that is laid out alike, and whose objects note what vLLM does with them."""
-    of_kind: Any = kind
 
     def read(self: Any, name: str) -> Any:
-        return _used(role, name, of_kind.__getattribute__(self, name), sys._getframe(1))
+        return _used(role, name, kind.__getattribute__(self, name), sys._getframe(1))
 
-    return type(of_kind)(
-        of_kind.__name__, (of_kind,), {"__slots__": (), "__getattribute__": read, "__qualname__": role}
-    )
+    return type(kind)(kind.__name__, (kind,), {"__slots__": (), "__getattribute__": read, "__qualname__": role})
 
 
 def _watched(value: Any, role: str) -> Any:
@@ -77,7 +73,7 @@ def _watched(value: Any, role: str) -> Any:
     if role == "worker" and not isinstance(value, type) and _is_of_handlers(value):
         return [(source, destination, _watched(handler, role)) for source, destination, handler in value]
     if value is not None and type(value).__qualname__ != role:
-        object.__setattr__(value, "__class__", _recorded(type(value), role))
+        object.__setattr__(value, "__class__", _recorded(type(value), role))  # type: ignore[arg-type]  # a class is hashable
     return value
 
 

@@ -170,6 +170,7 @@ class Launch:
     failure_policy: str = "recompute"
     batch_tokens: int = 2048
     requests_max: int = 8
+    async_scheduling: bool = False
 
 
 def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
@@ -219,11 +220,14 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
     )
     if shape.speculative:
         # An n-gram's, which needs no draft model; the scheduler asks for its method alone.
-        made.speculative_config = config.SpeculativeConfig(method="ngram", num_speculative_tokens=1, prompt_lookup_max=2)
+        made.speculative_config = config.SpeculativeConfig(
+            method="ngram", num_speculative_tokens=1, prompt_lookup_max=2
+        )
         made.speculative_config.method = "mtp"
     made.cache_config.enable_prefix_caching = True
     made.cache_config.num_gpu_blocks = shape.blocks
     made.scheduler_config.enable_chunked_prefill = True
+    made.scheduler_config.async_scheduling = launch.async_scheduling  # which the CPU platform switches off
     made.parallel_config.rank = rank
     context = made.compilation_config.static_forward_context
     for group in shape.groups:
