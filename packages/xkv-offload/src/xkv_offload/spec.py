@@ -6,11 +6,12 @@ Must not know: which symbols vary between releases (compat), how anything after 
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import (
+    connector_workers,
     current_vllm_config,
     framework,
     kv_role,
@@ -32,6 +33,7 @@ from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
 from .metrics import COUNTERS, metric_name
 from .rank import RankContext
+from .transfer import XkvTransferSpec
 from .worker import XkvWorker
 
 logger = logging.getLogger(__name__)
@@ -39,14 +41,13 @@ logger = logging.getLogger(__name__)
 _framework = framework()
 _OffloadingSpec: Any = _framework.OffloadingSpec
 _OffloadingManager: Any = _framework.OffloadingManager
-_OffloadingWorker: Any = _framework.OffloadingWorker or object
+_OffloadingWorker: Any = _framework.OffloadingWorker
 
 
 def _failure_log(connector: Any) -> failures.FailureLog | None:
     """The log of a connector's worker, if the worker is ours."""
-    side = connector.connector_worker
-    worker = None if side is None else side.worker
-    return worker.context.failures if isinstance(worker, XkvWorker) else None
+    ours = [worker for worker in connector_workers(connector) if isinstance(worker, XkvWorker)]
+    return ours[0].context.failures if ours else None
 
 
 failures.attach(offloading_connector_class(), _failure_log)
@@ -196,6 +197,12 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             ),
             transfer_result=_framework.TransferResult,
         )
+
+    def get_handlers(self, kv_caches: Any) -> Iterator[tuple[type, type, XkvWorker]]:
+        """The worker for both directions, on releases that route by (source, destination) and know no worker."""
+        worker, pages = self.get_worker(kv_caches), _framework.GPULoadStoreSpec
+        yield pages, XkvTransferSpec, worker
+        yield XkvTransferSpec, pages, worker
 
     def _own_because(self, engine: Mapping[str, Any]) -> list[str]:
         """Why the namespace must be this launch's own, as far as the scheduler knows."""

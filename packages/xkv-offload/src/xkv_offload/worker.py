@@ -74,6 +74,12 @@ class XkvWorker:
             self._survive(job_id, "submit_load", is_store=False, blocks=blocks)
         return True
 
+    def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
+        """Begin to load or to store, by which side is the card: one worker handles both where vLLM asks handlers."""
+        source, destination = spec
+        submit = self.submit_load if isinstance(source, XkvTransferSpec) else self.submit_store
+        return submit(job_id, source, destination)
+
     def get_finished(self) -> list[Any]:
         """Results of the jobs that ended since the last call.
 
