@@ -42,8 +42,26 @@ from xkv_compat import vllm_symbols
 found = vllm_symbols.framework()
 assert (found.LookupResult.HIT, found.LookupResult.MISS) == (True, False)
 assert found.LookupResult.RETRY is None and found.LookupResult.HIT_PENDING is None
-assert found.OffloadingWorker is None
+assert found.OffloadingWorker.__name__ == "OffloadingHandler"
 assert found.TransferResult.__module__ == "vllm.v1.kv_offload.worker.worker"
+"""
+    _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
+
+
+@pytest.mark.parametrize("has_handlers", [True, False])
+def test_workers_of_a_connector(make_tree: Make, full_files: dict[str, str], run_live: Run, has_handlers: bool) -> None:
+    """Where a load failed is asked of them: one that is not found is a failure that nobody hears of."""
+    base = full_files["v1/kv_offload/base.py"]
+    if has_handlers:
+        base = base.replace("class OffloadingWorker", "class LaterOffloadingWorker")
+    code = f"""
+from types import SimpleNamespace as Some
+from xkv_compat.vllm_symbols import connector_workers
+worker = object()
+side = Some(handlers={{worker}}) if {has_handlers} else worker
+assert connector_workers(Some(connector_worker=Some(worker=side))) == (worker,)
+assert connector_workers(Some(connector_worker=Some(worker=None))) == ()
+assert connector_workers(Some(connector_worker=None)) == ()
 """
     _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
 
@@ -76,7 +94,7 @@ for ask in (vllm_symbols.framework, vllm_symbols.offloading_connector_class):
 """
     done = run_live(make_tree({}), code)
     _ok(done)
-    assert done.stdout.splitlines() == ["13 True", "1 False"]
+    assert done.stdout.splitlines() == ["14 True", "1 False"]
 
 
 @pytest.mark.parametrize("module", ["asks", "variable", "none"])
@@ -194,6 +212,12 @@ view = offloading_config_view((config, pages), {})
 assert view == offloading_config_view((config,), {"kv_cache_config": pages})
 assert (view.groups[0].tokens_per_block, view.blocks_per_chunk, view.tokens_per_hash) == (32, 4, 16)
 assert (view.cache_dtype, view.dcp_size) == ("auto", 2)
+config.kv_transfer_config.kv_connector_extra_config.clear()
+assert offloading_config_view((config, pages), {}).blocks_per_chunk == 1
+config.kv_transfer_config.kv_connector_extra_config["block_size"] = "64"
+assert offloading_config_view((config, pages), {}).blocks_per_chunk == 2
+pages.kv_cache_groups.clear()
+assert offloading_config_view((config, pages), {}).blocks_per_chunk == 1  # vLLM's own assertion follows
 """
     _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
 

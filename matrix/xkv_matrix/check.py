@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
     from .targets import Target
 
-__all__ = ["Expected", "Places", "Verdict", "check", "expected_text", "load_expected", "open_tree", "write"]
+__all__ = [
+    "Expected", "Places", "Verdict", "check", "differences", "expected_text", "load_expected", "open_tree", "write",
+]  # fmt: skip
 
 LIVE_SECONDS_MAX = 180  # importing a release takes up to half a minute on a quiet machine
 _ROOT = Path(__file__).resolve().parents[2]
@@ -67,10 +69,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Expected:
-    """A reviewed table: feature → present, and the misfits that are known, each with its reason."""
+    """A reviewed table: feature → present; the misfits that are known, and the connector's uses of our objects that
+    no harness test makes, each with its reason.
+    """
 
     features: dict[str, bool]
     misfits: dict[str, str]
+    uncovered: dict[str, str] = field(default_factory=dict)
 
 
 def open_tree(folder: Path) -> SourceReader:
@@ -89,28 +94,34 @@ def load_expected(path: Path) -> Expected:
         raise MatrixError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MatrixError(f"{path}: {error}") from error
-    features, misfits = data.get("features"), data.get("misfits", {})
+    features, reasons = data.get("features"), {name: data.get(name, {}) for name in ("misfits", "uncovered")}
     if not isinstance(features, dict) or not all(isinstance(value, bool) for value in features.values()):
         raise MatrixError(f"{path}: [features] must be a table of true and false")
-    if not isinstance(misfits, dict) or not all(isinstance(value, str) and value for value in misfits.values()):
-        raise MatrixError(f"{path}: [misfits] must be a table of reasons")
-    if unknown := sorted(set(data) - {"features", "misfits"}):
+    for name, table in reasons.items():
+        if not isinstance(table, dict) or not all(isinstance(value, str) and value for value in table.values()):
+            raise MatrixError(f"{path}: [{name}] must be a table of reasons")
+    if unknown := sorted(set(data) - {"features", *reasons}):
         raise MatrixError(f"{path}: unknown table {unknown[0]!r}")
-    return Expected(features, misfits)
+    return Expected(features, **reasons)
 
 
-def expected_text(target: Target, features: Features, misfits: dict[str, str]) -> str:
+def expected_text(
+    target: Target, features: Features, misfits: dict[str, str], uncovered: dict[str, str] | None = None
+) -> str:
     """A table to be reviewed, as the sources have it."""
     lines = [f"# Features of {target.package} {target.version}, reviewed against its sources.", "[features]"]
     lines += [f"{name} = {'true' if present else 'false'}" for name, present in features.items()]
     if misfits:
         lines += ["", "# What does not fit our side, and why that is accepted.", "[misfits]"]
         lines += [f"{json.dumps(name)} = {json.dumps(reason)}" for name, reason in sorted(misfits.items())]
+    if uncovered:
+        lines += ["", "# What no harness test calls or reads, and why that is accepted.", "[uncovered]"]
+        lines += [f"{json.dumps(name)} = {json.dumps(reason)}" for name, reason in sorted(uncovered.items())]
     return "\n".join(lines) + "\n"
 
 
-def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
-    """Where two json values differ, as (path, text)."""
+def differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
+    """Where two json values differ, as (path, text); the path's parts are joined by dots."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(set(old) | set(new)):
             inner = f"{path}.{name}" if path else name
@@ -119,7 +130,7 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, str]]:
             elif name not in old:
                 yield inner, f"new ({_short(new[name])})"
             else:
-                yield from _differences(inner, old[name], new[name])
+                yield from differences(inner, old[name], new[name])
     elif isinstance(old, list) and isinstance(new, list):
         before, after = ([json.dumps(item, sort_keys=True) for item in items] for items in (old, new))
         for item in sorted(set(before) - set(after)):
@@ -147,7 +158,7 @@ def _contract_findings(target: Target, reader: SourceReader, places: Places) -> 
     except ValueError as error:
         raise MatrixError(f"{path}: {error}") from error
     fresh = json.loads(contract_text(extract(reader, target)))
-    return [Finding("contract", f"{where}: {at}", text) for at, text in _differences("", committed, fresh)]
+    return [Finding("contract", f"{where}: {at}", text) for at, text in differences("", committed, fresh)]
 
 
 def _table_findings(name: str, where: str, expected: dict[str, bool], found: dict[str, bool]) -> list[Finding]:
@@ -240,7 +251,7 @@ def check(target: Target, tree: Path, places: Places | None = None, live_python:
 
 
 def write(target: Target, tree: Path, places: Places | None = None) -> tuple[Path, Path]:
-    """Write a release's contract and its feature table (known misfits kept) for review; their paths."""
+    """Write a release's contract and its feature table (reasons kept) for review; their paths."""
     places = places or Places()
     reader = open_tree(tree)
     try:
@@ -249,8 +260,9 @@ def write(target: Target, tree: Path, places: Places | None = None) -> tuple[Pat
     except BrokenVLLM as error:
         raise MatrixError(str(error)) from error
     contract_path, table = places.contract(target), places.table(target)
-    misfits = load_expected(table).misfits if table.is_file() else {}
-    for path, text in ((contract_path, contract), (table, expected_text(target, features, misfits))):
+    known = load_expected(table) if table.is_file() else Expected({}, {})
+    text_of_table = expected_text(target, features, known.misfits, known.uncovered)
+    for path, text in ((contract_path, contract), (table, text_of_table)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return contract_path, table

@@ -60,6 +60,7 @@ class Rank:
         self._tables: dict[str, _Table] = {}
         self.loads: dict[int, Load] = {}
         self.failed_blocks: set[int] = set()
+        self.failed_requests: set[str] = set()
         with names.config.set_current_vllm_config(self._config):
             self.connector = names.KVConnectorFactory.create_connector(
                 config=self._config,
@@ -98,12 +99,12 @@ class Rank:
         if scheduled.total_num_scheduled_tokens:
             self.connector.wait_for_save()
         output = names.KVConnectorOutput()
-        output.finished_sending, output.finished_recving = self.connector.get_finished(scheduled.finished_req_ids)
+        failed = release.take_transfer_results(self.connector, scheduled.finished_req_ids, output)
         output.invalid_block_ids = self.connector.get_block_ids_with_load_errors()
         output.kv_connector_stats = self.connector.get_kv_connector_stats()
         output.kv_connector_worker_meta = self.connector.build_connector_worker_meta()
         self.connector.clear_connector_metadata()
-        self._settle_loads(output)
+        self._settle_loads(output, failed)
         self.check()
         req_ids = list(scheduled.num_scheduled_tokens)
         return names.ModelRunnerOutput(
@@ -198,16 +199,20 @@ class Rank:
 
     # --- loads ---------------------------------------------------------------------------------------------------
 
-    def _settle_loads(self, output: Any) -> None:
-        """A reported load has brought every byte of its blocks, save those that are reported as failed."""
+    def _settle_loads(self, output: Any, failed: set[str]) -> None:
+        """A reported load has brought every byte of its blocks, save those that are reported as failed.
+
+        `failed`: requests whose loads have failed as a whole.
+        """
         invalid = output.invalid_block_ids
         self.failed_blocks |= invalid
+        self.failed_requests |= failed
         for req_id in output.finished_recving or ():
             done = [job_id for job_id, load in self.loads.items() if load.req_id == req_id]
             assert done, f"the load of {req_id} is reported, but there is none"
             for job_id in done:
                 for one in self.loads.pop(job_id).blocks:
-                    self._settle_block(req_id, one, failed=one.block in invalid)
+                    self._settle_block(req_id, one, failed=one.block in invalid or req_id in failed)
 
     def _settle_block(self, req_id: str, one: LoadedBlock, *, failed: bool) -> None:
         group = self._shape.groups[one.group]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from stand.engines import Engine, EngineConfig, EngineServer, Generation
@@ -66,8 +66,11 @@ class Stand:
         self, shape: Shape, card: Gateway | EmbeddedCard, *, blocks_per_chunk: int, **settings: Any
     ) -> EngineConfig:
         """An engine that stores to and restores from `card`."""
-        extra = {"blocks_per_chunk": blocks_per_chunk, **card.extra}
-        return self.config(shape, extra=extra, **settings)
+        config = self.config(shape, **settings)
+        chunk = {"blocks_per_chunk": blocks_per_chunk}
+        if "blocks_per_chunk_key" in target().lacks:
+            chunk = {"block_size": blocks_per_chunk * config.block_size}
+        return replace(config, extra={**chunk, **card.extra})
 
     def engine(self, config: EngineConfig) -> Engine:
         """A new engine in a new process."""

@@ -144,7 +144,6 @@ def _from_vllm_config(vllm_config: Any, kv_cache_config: Any) -> ConfigView:
     if hashes is None:
         raise UnsupportedVLLM(("resolve_kv_cache_block_sizes: no vllm.v1.core.kv_cache_utils",), installed_version())
     _, tokens_per_hash = hashes.resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
-    tokens_per_chunk = transfer.kv_connector_extra_config.get("block_size")
     return ConfigView(
         engine_id=str(transfer.engine_id),
         extra_config=transfer.kv_connector_extra_config,
@@ -152,7 +151,7 @@ def _from_vllm_config(vllm_config: Any, kv_cache_config: Any) -> ConfigView:
         cache_dtype=_text(vllm_config.cache_config.cache_dtype),
         groups=groups,
         tokens_per_hash=int(tokens_per_hash),
-        blocks_per_chunk=1 if tokens_per_chunk is None else int(tokens_per_chunk) // groups[0].tokens_per_block,
+        blocks_per_chunk=_blocks_per_chunk(transfer.kv_connector_extra_config.get("block_size"), groups),
         rank=int(parallel.rank),
         world_size=int(parallel.world_size),
         tp_size=int(parallel.tensor_parallel_size),
@@ -165,3 +164,10 @@ def _from_vllm_config(vllm_config: Any, kv_cache_config: Any) -> ConfigView:
         kv_cache_layout=None,
         kv_bytes_per_block=None,
     )
+
+
+def _blocks_per_chunk(tokens_per_chunk: Any, groups: Sequence[GroupView]) -> int:
+    """As the framework reckons it; what it refuses by itself it is left to refuse."""
+    if tokens_per_chunk is None or not groups:
+        return 1
+    return int(tokens_per_chunk) // groups[0].tokens_per_block

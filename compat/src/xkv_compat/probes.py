@@ -150,7 +150,7 @@ FEATURES: tuple[Feature, ...] = (
         AllOf((_symbol(_BASE, "OffloadingWorker"), _member(_BASE, "OffloadingSpec", "get_worker"))),
         "0.25",
         "get_worker returns one worker with submit_store and submit_load",
-        "get_handlers returns one handler for each direction",
+        "get_handlers yields a handler for each direction",
     ),
     Feature(
         "handlers",

@@ -24,6 +24,7 @@ __all__ = [
     "Framework",
     "GroupView",
     "LayerFacts",
+    "connector_workers",
     "current_vllm_config",
     "default_request_context",
     "framework",
@@ -61,7 +62,7 @@ class Framework:
 
     OffloadingSpec: Any
     OffloadingManager: Any
-    OffloadingWorker: Any  # None on releases with handlers
+    OffloadingWorker: Any  # OffloadingHandler on releases with handlers
     LoadStoreSpec: Any
     GPULoadStoreSpec: Any
     PrepareStoreOutput: Any
@@ -91,6 +92,7 @@ _PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     "GPULoadStoreSpec": ((_BASE, "GPULoadStoreSpec"),),
     "PrepareStoreOutput": ((_BASE, "PrepareStoreOutput"),),
     "RequestOffloadingContext": ((_BASE, "RequestOffloadingContext"),),
+    "OffloadingWorker": ((_BASE, "OffloadingWorker"), (_OLD_WORKER, "OffloadingHandler")),
     "TransferResult": ((_BASE, "TransferResult"), (_OLD_WORKER, "TransferResult")),
     "OffloadingConnectorStats": ((_METRICS, "OffloadingConnectorStats"),),
     "OffloadingCounterMetadata": ((_BASE, "OffloadingCounterMetadata"),),
@@ -100,7 +102,6 @@ _PLACES: dict[str, tuple[tuple[str, str], ...]] = {
     "get_offload_group_idx": ((_BASE, "get_offload_group_idx"),),
 }
 _OPTIONAL_PLACES: dict[str, tuple[tuple[str, str], ...]] = {
-    "OffloadingWorker": ((_BASE, "OffloadingWorker"),),
     "LookupResult": ((_BASE, "LookupResult"),),
     "CacheHitSource": ((_BASE, "CacheHitSource"), ("vllm.v1.metrics.cache_hit_source", "CacheHitSource")),
 }
@@ -123,7 +124,7 @@ def framework() -> Framework:
     places = _PLACES | _OPTIONAL_PLACES
     found = {name: _first(tried) for name, tried in places.items()}
     needed = set(_PLACES)
-    if found["LookupResult"] is None and found["OffloadingWorker"] is None:
+    if found["LookupResult"] is None and not detect_live()["single_worker"]:
         found["LookupResult"] = BoolLookupResult  # bools for lookups came with handlers
     else:
         needed.add("LookupResult")
@@ -180,6 +181,17 @@ def offloading_connector_class() -> Any:
     if found is None:
         raise UnsupportedVLLM((f"OffloadingConnector: not in {_CONNECTOR}",), installed_version())
     return found
+
+
+def connector_workers(connector: Any) -> tuple[Any, ...]:
+    """The spec's worker, or its handlers, in an OffloadingConnector; none in the scheduler's process.
+
+    A handler that serves several directions comes once.
+    """
+    side = connector.connector_worker
+    if side is None or side.worker is None:
+        return ()
+    return (side.worker,) if detect_live()["single_worker"] else tuple(side.worker.handlers)
 
 
 def default_request_context() -> Any:

@@ -11,7 +11,7 @@ from xkv_offload.config import parse
 from xkv_offload.description import GroupKind, check_room, check_supported, compact, describe, is_replicated, kinds
 from xkv_store.errors import UserError
 
-FEATURES = {"finish_commit_clamp": False, "tagged_hash_extras": False}
+FEATURES = {"blocks_per_chunk_key": True, "finish_commit_clamp": False, "tagged_hash_extras": False}
 
 
 def view(**changes: Any) -> ConfigView:
@@ -133,6 +133,34 @@ def test_a_release_with_the_clamp_may_store_what_was_generated() -> None:
     )
 
 
+OF_ONE_SIZE = "give block_size = 512 \\(tokens\\) instead"
+OF_TWO_SIZES = (GroupView(16, ("a", "b"), 0, None), GroupView(32, ("c",), 1, None))
+
+
+@pytest.mark.parametrize(
+    ("extra", "changes", "words"),
+    [
+        ({"blocks_per_chunk": 16}, {"blocks_per_chunk": 1}, OF_ONE_SIZE),
+        ({"blocks_per_chunk": 16, "block_size": 64}, {"blocks_per_chunk": 2}, OF_ONE_SIZE),
+        ({"blocks_per_chunk": 16}, {"blocks_per_chunk": 1, "groups": OF_TWO_SIZES}, "leave it out.*16 and 32 tokens"),
+        ({"blocks_per_chunk": "16"}, {"blocks_per_chunk": 1}, "'16' is not read by this vLLM: leave it out"),
+        ({"block_size": 16}, {"blocks_per_chunk": 0}, "block_size = 16 is less than a block.*multiple of 32"),
+    ],
+)
+def test_a_chunk_that_vllm_would_not_read_says_what_to_type(extra: Any, changes: Any, words: str) -> None:
+    """Unread, every chunk would be one block: sixteen times the objects, and nothing would say why."""
+    asked = view(extra_config=extra, **changes)
+    with pytest.raises(UserError, match=words):
+        check_supported(asked, parse({}), FEATURES | {"blocks_per_chunk_key": False})
+
+
+def test_a_chunk_in_tokens_is_taken_where_vllm_reads_that() -> None:
+    old = FEATURES | {"blocks_per_chunk_key": False}
+    check_supported(view(extra_config={"block_size": 64}), parse({}), old)
+    check_supported(view(extra_config={"block_size": 64, "blocks_per_chunk": 2}), parse({}), old)
+    check_supported(view(extra_config={"blocks_per_chunk": 16}, blocks_per_chunk=16), parse({}), FEATURES)
+
+
 def test_kinds_by_group_and_none_where_a_layer_is_unknown() -> None:
     assert kinds(view(), LAYERS) == (GroupKind(True, False, False), GroupKind(False, False, True))
     assert kinds(view(), {"a": layer()}) is None
@@ -200,7 +228,7 @@ def test_a_long_fact_is_published_as_its_digest() -> None:
 def test_a_chunk_larger_than_the_ring_is_a_start_up_error() -> None:
     config = parse({})
     check_room(chunk_bytes=[261_120 * 8], config=config, world_size=1, load_slots=8, store_slots=24)
-    with pytest.raises(UserError, match=r"9 slots.*blocks_per_chunk, or xkv.ring_bytes"):
+    with pytest.raises(UserError, match=r"9 slots.*blocks_per_chunk.*, or xkv.ring_bytes"):
         check_room(chunk_bytes=[261_120 * 8 + 1], config=config, world_size=1, load_slots=8, store_slots=24)
     with pytest.raises(UserError, match="fragments"):
         check_room(chunk_bytes=[1 << 40], config=config, world_size=1, load_slots=8, store_slots=24)

@@ -88,6 +88,51 @@ def test_mambas_lone_last_block_is_whole_by_design_and_only_there() -> None:
 
 
 @pytest.mark.parametrize(
+    ("blocks", "index"),
+    [([9], 7), ([8, 9], 6), ([6, 9], 4), ([6, 7, 9], 4), ([5, 9], 1)],
+    ids=["alone", "with the one before", "hole inside", "hole before the last", "one of the chunk before"],
+)
+def test_mambas_last_block_is_certain_whatever_is_missing(blocks: list[int], index: int) -> None:
+    # Releases that store states from the block table offer a chunk with whichever states were kept.
+    keys = 2 if index < 4 else 1
+    plan = plan_store(
+        key_groups=[0] * keys,
+        block_ids=blocks,
+        group_sizes=[len(blocks)],
+        block_indices=[index],
+        blocks_per_chunk=4,
+        lone_last_block=[True],
+    )
+    assert plan.parts == (ChunkPart(key=keys - 1, group=0, first=3, blocks=(9,)),)
+    assert plan.left_out == tuple(range(keys - 1))
+
+
+def test_more_blocks_than_keys_have_room_for_store_nothing() -> None:
+    plan = plan_store(
+        key_groups=[0],
+        block_ids=[1, 2, 3],
+        group_sizes=[3],
+        block_indices=[0],
+        blocks_per_chunk=2,
+        lone_last_block=[True],
+    )
+    assert (plan.parts, plan.left_out) == ((), (0,))
+
+
+def test_a_headless_first_chunk_of_states_is_its_last_block() -> None:
+    plan = plan_store(
+        key_groups=[0, 0],
+        block_ids=[3, 4, 5, 6, 7],
+        group_sizes=[5],
+        block_indices=[1],
+        blocks_per_chunk=3,
+        lone_last_block=[True],
+    )
+    assert [(part.first, part.blocks) for part in plan.parts] == [(2, (4,)), (0, (5, 6, 7))]
+    assert not plan.left_out
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"key_groups": [0, 0]},

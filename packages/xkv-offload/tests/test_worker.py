@@ -191,6 +191,18 @@ def test_what_one_engine_stored_another_loads_byte_for_byte(gateway: GatewayProc
         assert second.context.failures.take() == set()
 
 
+def test_where_vllm_asks_handlers_one_worker_goes_both_ways(gateway: GatewayProcess, tmp_path: Path) -> None:
+    """Taken for the other direction, a load would store its empty pages under the right keys."""
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        assert first.transfer_async(0, (whole(1, 2), spec([1, 2])))
+        finish(first, 0)
+        until_confirmed(2)
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
+        assert second.transfer_async(0, (spec([1, 2]), whole(10, 2)))
+        finish(second, 0)
+        check(stored, loaded, {10 + i: 1 + i for i in range(8)})
+
+
 def test_a_load_of_the_middle_touches_only_its_blocks(gateway: GatewayProcess, tmp_path: Path) -> None:
     with worker_on(tmp_path, engine="a") as (first, stored):
         store(first, [1, 2])

@@ -10,7 +10,7 @@ from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import offloading_connector_class
 
 from .failures import method_names, methods
-from .worker import failure_log
+from .reports import failure_log
 
 _Connector: Any = offloading_connector_class()
 

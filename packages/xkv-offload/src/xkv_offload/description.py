@@ -36,8 +36,10 @@ def check_supported(view: ConfigView, config: Config, features: Mapping[str, boo
     """Raise UserError for what cannot be done right, before anything is made.
 
     Pipeline and context parallelism put different layers or tokens on each rank; `offload_prompt_only=False` stores
-    a junk tail on releases without the framework's clamp.
+    a junk tail on releases without the framework's clamp; a chunk that vLLM would not read is not the one asked for.
     """
+    if not features["blocks_per_chunk_key"]:
+        _check_chunk(view)
     for name, size in (
         ("pipeline_parallel_size", view.pp_size),
         ("prefill_context_parallel_size", view.pcp_size),
@@ -54,6 +56,25 @@ def check_supported(view: ConfigView, config: Config, features: Mapping[str, boo
         raise UserError("canonical_layout = true is not supported: leave it out")
     if config.tp_layout == "replicated" and view.world_size == 1:
         raise UserError("xkv.tp_layout = 'replicated' needs more than one rank; leave it out")
+
+
+def _check_chunk(view: ConfigView) -> None:
+    """Raise UserError unless the chunk is what was asked for, where vLLM reads `block_size` alone, in tokens."""
+    sizes = sorted({group.tokens_per_block for group in view.groups})
+    if view.blocks_per_chunk < 1:
+        raise UserError(
+            f"block_size = {view.extra_config['block_size']!r} is less than a block: on this vLLM it is the chunk's "
+            f"size in tokens, a multiple of {sizes[0]}"
+        )
+    asked = view.extra_config.get("blocks_per_chunk")
+    if asked is None or ("block_size" in view.extra_config and asked == view.blocks_per_chunk):
+        return
+    remedy = "leave it out"
+    if len(sizes) > 1:
+        remedy += f": its KV-cache groups have blocks of {' and '.join(map(str, sizes))} tokens, a chunk is one block"
+    elif sizes and isinstance(asked, int) and asked > 0:
+        remedy = f"give block_size = {asked * sizes[0]} (tokens) instead"
+    raise UserError(f"blocks_per_chunk = {asked!r} is not read by this vLLM: {remedy}")
 
 
 def kinds(view: ConfigView, layers: Mapping[str, LayerFacts] | None) -> tuple[GroupKind, ...] | None:
@@ -104,14 +125,14 @@ def check_room(
     if slots > SLOTS_PER_OBJECT_MAX:
         raise UserError(
             f"a chunk has {largest:,} bytes on each rank, {slots:,} fragments; at most {SLOTS_PER_OBJECT_MAX:,} are "
-            "possible: give a smaller blocks_per_chunk"
+            "possible: give a smaller blocks_per_chunk (or block_size)"
         )
     if slots > min(load_slots, store_slots):
         needed = slots * geometry.slot_bytes * world_size
         raise UserError(
             f"a chunk has {largest:,} bytes on each rank, {slots:,} slots, and a rank has {store_slots:,} for puts and "
-            f"{load_slots:,} for loads: give a smaller blocks_per_chunk, or xkv.ring_bytes of at least {needed * 4:,} "
-            f"(with the default xkv.load_reserve_bytes)"
+            f"{load_slots:,} for loads: give a smaller blocks_per_chunk (or block_size), or xkv.ring_bytes of at least "
+            f"{needed * 4:,} (with the default xkv.load_reserve_bytes)"
         )
 
 

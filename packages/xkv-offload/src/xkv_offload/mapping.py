@@ -80,8 +80,9 @@ def plan_store(
     vLLM drops null blocks from the list without saying where they were; `index` tells only where the first block of
     the first chunk lies. With k keys, n blocks and `skip` blocks missing at the head of the first chunk, all other
     chunks are whole if and only if skip + n = k · blocks_per_chunk; otherwise a hole lies somewhere in the group and
-    none of its chunks is stored. The first chunk is whole only if `skip` is 0, or if it is the lone last block of a
-    group for which `lone_last_block` (by position) says that this is a chunk by design (Mamba).
+    none of its chunks is stored. The first chunk is whole only if `skip` is 0. In a group for which `lone_last_block`
+    (by position) says that a chunk's last block alone is the chunk by design (Mamba), a chunk that is not whole is
+    its last block; vLLM never offers a chunk without that one, so the last block of all is certain in spite of holes.
     Raises MappingError where the shapes of the job contradict each other.
     """
     _check_shapes(block_ids, group_sizes, block_indices)
@@ -94,14 +95,19 @@ def plan_store(
         blocks = block_ids[taken : taken + size]
         taken += size
         skip = index % blocks_per_chunk if size else 0
-        if 0 in blocks or skip + size != len(keys) * blocks_per_chunk:
+        missing = len(keys) * blocks_per_chunk - skip - size
+        if 0 in blocks or missing:
+            if lone_last_block[group] and blocks and 0 not in blocks and missing > 0:
+                parts.append(ChunkPart(keys.pop(), group, blocks_per_chunk - 1, (blocks[-1],)))
             left_out += keys
             continue
-        whole_from = 0
-        if skip and not (lone_last_block[group] and skip == blocks_per_chunk - 1):
+        cut = _cut(keys, group, blocks, skip, blocks_per_chunk)
+        if skip and lone_last_block[group]:
+            cut[0] = ChunkPart(keys[0], group, blocks_per_chunk - 1, cut[0].blocks[-1:])
+        elif skip:
             left_out.append(keys[0])
-            whole_from = 1
-        parts += _cut(keys, group, blocks, skip, blocks_per_chunk)[whole_from:]
+            del cut[0]
+        parts += cut
     return StorePlan(tuple(parts), tuple(left_out))
 
 

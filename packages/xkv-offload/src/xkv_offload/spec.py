@@ -7,7 +7,7 @@ Must not know: which symbols vary between releases (compat), how anything after 
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from xkv_compat.features import detect_live
@@ -33,15 +33,17 @@ from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
 from .metrics import COUNTERS, metric_name
 from .rank import RankContext
+from .reports import failure_log
 from .staging import Staging
-from .worker import XkvWorker, failure_log
+from .transfer import XkvTransferSpec
+from .worker import XkvWorker
 
 logger = logging.getLogger(__name__)
 
 _framework = framework()
 _OffloadingSpec: Any = _framework.OffloadingSpec
 _OffloadingManager: Any = _framework.OffloadingManager
-_OffloadingWorker: Any = _framework.OffloadingWorker or object
+_OffloadingWorker: Any = _framework.OffloadingWorker
 
 
 if f"{__package__}.connector" not in sys.modules:  # else vLLM uses our subclass of it, and its own class stays as it is
@@ -200,6 +202,12 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             ),
             transfer_result=_framework.TransferResult,
         )
+
+    def get_handlers(self, kv_caches: Any) -> Iterator[tuple[type, type, XkvWorker]]:
+        """The worker for both directions, on releases that route by (source, destination) and know no worker."""
+        worker, pages = self.get_worker(kv_caches), _framework.GPULoadStoreSpec
+        yield pages, XkvTransferSpec, worker
+        yield XkvTransferSpec, pages, worker
 
     def _own_because(self, engine: Mapping[str, Any]) -> list[str]:
         """Why the namespace must be this launch's own, as far as the scheduler knows."""

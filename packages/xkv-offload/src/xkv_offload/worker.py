@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from .failures import FailureLog, LoadFailedError
+from .failures import LoadFailedError
 from .jobs import CopyQueue, Job
 from .loads import Loads
 from .mapping import ChunkPart, MappingError, plan_load, plan_store
@@ -73,6 +73,12 @@ class XkvWorker:
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
             self._survive(job_id, "submit_load", is_store=False, blocks=blocks, req_id=src_spec.req_id)
         return True
+
+    def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
+        """Begin to load or to store, by which side is the card: one worker handles both where vLLM asks handlers."""
+        source, destination = spec
+        submit = self.submit_load if isinstance(source, XkvTransferSpec) else self.submit_store
+        return submit(job_id, source, destination)
 
     def get_finished(self) -> list[Any]:
         """Results of the jobs that ended since the last call.
@@ -210,10 +216,3 @@ class XkvWorker:
             except Exception:  # noqa: PERF203 - one failed copy must not end the thread
                 count("worker_errors")
                 logger.exception("A copy failed")
-
-
-def failure_log(connector: Any) -> FailureLog | None:
-    """The log of a connector's worker, if the worker is ours."""
-    side = connector.connector_worker
-    worker = None if side is None else side.worker
-    return worker.context.failures if isinstance(worker, XkvWorker) else None
