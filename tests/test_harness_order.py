@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness import release
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
 from xkv_offload.copy import HostMover
@@ -121,14 +122,16 @@ def test_a_reset_with_a_load_under_way(rig: Rig, groups: tuple[Group, ...]) -> N
     second = rig.relaunch(first, policy="fail")
     rig.gateway.process.hold("get.before_read")
     request = second.submit("loading", tokens, output_tokens=2)
-    assert second.step().load_jobs
+    verifies = release.channel(shape) == "verified"
+    assert bool(second.step().load_jobs) != verifies
     rig.gateway.process.await_point("get.before_read")
     second.reset_connector()
-    assert second.step().flushed
+    assert bool(second.step().flushed) != verifies
     rig.gateway.process.let_go("get.before_read")
     second.run()
     assert request.finish_reason == "length"
-    assert request.loaded(0) == [tuple(range(10))]
+    # What was only being read into the ring was promised to nobody, and is of before the reset.
+    assert request.loaded(0) == ([] if verifies else [tuple(range(10))])
     assert serve(second, "after") == [], "what was stored before the reset was hit"
 
 

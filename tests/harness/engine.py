@@ -43,14 +43,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step was about. Jobs by number; `load_ends`: the tokens of a load's request once it has ended."""
+    """What one step was about. Jobs by number."""
 
     scheduled: Any
     load_jobs: dict[int, Any]
     store_jobs: dict[int, Any]
     flushed: frozenset[int]
     preempted: frozenset[str]
-    load_ends: dict[int, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -82,7 +81,7 @@ class Engine:
         hash_function = names.hash_function(config.cache_config.prefix_caching_hash_algo)
         names.kv_cache_utils.init_none_hash(hash_function)
         self._block_hasher = names.kv_cache_utils.get_request_block_hasher(hash_block_size, hash_function)
-        self.scheduler = config.scheduler_config.get_scheduler_cls()(
+        self.scheduler = names.Scheduler(
             vllm_config=config,
             kv_cache_config=cache_config,
             structured_output_manager=names.StructuredOutputManager(config),
@@ -128,14 +127,6 @@ class Engine:
 
     def step(self, *, before_execute: Callable[[Step], None] | None = None) -> Step:
         """One step: schedule, execute on every rank, update. Every byte of every rank is compared in it."""
-        step = self.schedule()
-        if before_execute is not None:
-            before_execute(step)
-        self.update(step, self.execute(step))
-        return step
-
-    def schedule(self) -> Step:
-        """The first third of a step: what the scheduler has decided."""
         scheduled = self.scheduler.schedule()
         metadata = scheduled.kv_connector_metadata
         step = Step(
@@ -147,33 +138,26 @@ class Engine:
         )
         self.steps.append(step)
         self._note(step)
-        return step
-
-    def execute(self, step: Step) -> Any:
-        """The second third: what the ranks did and said, as one output."""
-        scheduled = step.scheduled
-        metadata = scheduled.kv_connector_metadata
+        if before_execute is not None:
+            before_execute(step)
         # Each process has its own metadata; in one process the ranks must not see what another took out.
         outputs = []
         for rank in self.ranks:
             scheduled.kv_connector_metadata = _own_copy(metadata, step)
-            outputs.append(rank.execute(scheduled, step.load_ends))
+            outputs.append(rank.execute(scheduled))
         scheduled.kv_connector_metadata = metadata
-        return outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
-
-    def update(self, step: Step, output: Any) -> None:
-        """The last third: the scheduler hears what the ranks said."""
-        for core_outputs in self.scheduler.update_from_output(step.scheduled, output).values():
+        output = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
+        for core_outputs in self.scheduler.update_from_output(scheduled, output).values():
             for one in core_outputs.outputs:
                 self._hear(one)
+        return step
 
     def _note(self, step: Step) -> None:
         """Check that loads go exactly where the scheduler's own block tables say, and count."""
         for req_id, tokens in step.scheduled.num_scheduled_tokens.items():
             self.requests[req_id].computed_tokens += tokens
-        for job_id, job in step.load_jobs.items():
-            step.load_ends[job_id] = self.scheduler.requests[job.req_id].num_computed_tokens
-            load = load_of(job, end=step.load_ends[job_id])
+        for job in step.load_jobs.values():
+            load = load_of(job)
             tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
             for one in load.blocks:
                 assert one.block == tables[one.group][one.index] != 0

@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import os
 import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from harness.shapes import ELEMENT_BYTES, GUARD_BYTES
+from harness.shapes import ELEMENT_BYTES
 from xkv_compat.features import detect_live
+from xkv_offload.failures import choose
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,12 +101,7 @@ class Names:
 
 @cache
 def names() -> Names:
-    """Import vLLM, once in a process (12 to 30 s), and let it know the stand-in model's class.
-
-    Pages lie in host memory, so its platform must be the CPU's. A wheel built for GPUs takes that for its platform
-    only if it is told to, and without a driver it finds none at all; older releases and CPU wheels do not ask.
-    """
-    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
+    """Import vLLM, once in a process (12 to 30 s), and let it know the stand-in model's class."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
         found = {name: _imported(place) for name, place in _PLACES.items()}
@@ -157,6 +152,12 @@ def loads_after_forward() -> bool:
     return "has_sync_kv_loads" in _field_names(names().SchedulerOutput)
 
 
+def channel(shape: Shape) -> str:
+    """How this release hears of a failed load with these groups and ranks."""
+    full_attention = tuple(group.window is None for group in shape.groups)
+    return choose(features=detect_live(), full_attention=full_attention, world_size=shape.ranks).channel
+
+
 def take_transfer_results(connector: Any, finished_req_ids: set[str], output: Any) -> set[str]:
     """What the model runner asks the connector for each step, put into its output; the requests whose loads failed."""
     if not detect_live()["request_error_reporting"]:
@@ -181,7 +182,6 @@ class Launch:
     failure_policy: str = "recompute"
     batch_tokens: int = 2048
     requests_max: int = 8
-    async_scheduling: bool = False
 
 
 def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
@@ -198,7 +198,7 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
         kv_load_failure_policy=launch.failure_policy,
         kv_connector_extra_config={
             "spec_name": "XkvOffloadingSpec",
-            "spec_module_path": "harness.recorded",
+            "spec_module_path": "xkv_offload",
             "blocks_per_chunk": shape.blocks_per_chunk,
             "xkv.weights_fingerprint": "harness",
             **launch.extra,
@@ -225,20 +225,9 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
         kv_transfer_config=transfer,
     )
     made.cache_config.block_size = min(group.block_tokens for group in shape.groups)
-    made.cache_config.prefix_match_unit = shape.hash_tokens
-    made.cache_config.mamba_cache_mode = next(
-        (group.state_mode for group in shape.groups if group.kind == "mamba"), "none"
-    )
-    if shape.speculative:
-        # An n-gram's, which needs no draft model; the scheduler asks for its method alone.
-        made.speculative_config = config.SpeculativeConfig(
-            method="ngram", num_speculative_tokens=1, prompt_lookup_max=2
-        )
-        made.speculative_config.method = "mtp"
     made.cache_config.enable_prefix_caching = True
     made.cache_config.num_gpu_blocks = shape.blocks
     made.scheduler_config.enable_chunked_prefill = True
-    made.scheduler_config.async_scheduling = launch.async_scheduling  # which the CPU platform switches off
     made.parallel_config.rank = rank
     context = made.compilation_config.static_forward_context
     for group in shape.groups:
@@ -271,22 +260,11 @@ class _Layer:
 def kv_spec(group: Group) -> Any:
     """The spec of a group's layers; its page size is the one that the harness reckons with."""
     found, torch = names().kv, names().torch
-    padded = group.stride_bytes if group.padding_bytes else None
-    if group.kind == "mamba":
-        spec = found.MambaSpec(
-            block_size=group.block_tokens,
-            shapes=tuple((elements,) for elements in _state_elements(group)),
-            dtypes=(torch.float32, torch.float32),
-            page_size_padded=padded,
-            mamba_cache_mode=group.state_mode,
-        )
-        assert spec.page_size_bytes == group.stride_bytes
-        return spec
     common: dict[str, Any] = {
         "block_size": group.block_tokens,
         "num_kv_heads": group.heads,
         "dtype": torch.float32,
-        "page_size_padded": padded,
+        "page_size_padded": group.stride_bytes if group.padding_bytes else None,
     }
     if group.kind == "mla":
         spec = found.MLAAttentionSpec(head_size=group.head_elements, **common)
@@ -298,11 +276,6 @@ def kv_spec(group: Group) -> Any:
     return spec
 
 
-def _state_elements(group: Group) -> tuple[int, int]:
-    """A Mamba state's two parts, as of convolution and recurrence."""
-    return group.head_elements // 4, group.head_elements - group.head_elements // 4
-
-
 def kv_cache_config(shape: Shape) -> Any:
     """The groups, and where their layers' pages lie, as the engine core would have decided."""
     kv = names().kv
@@ -311,10 +284,7 @@ def kv_cache_config(shape: Shape) -> Any:
         num_blocks=shape.blocks,
         kv_cache_tensors=_tensor_places(shape),
         kv_cache_groups=[
-            kv.KVCacheGroupSpec(
-                layer_names=list(group.layers), kv_cache_spec=kv_spec(group), is_eagle_group=group.is_draft
-            )
-            for group in shape.groups
+            kv.KVCacheGroupSpec(layer_names=list(group.layers), kv_cache_spec=kv_spec(group)) for group in shape.groups
         ],
         **named_layout,
     )
@@ -323,41 +293,24 @@ def kv_cache_config(shape: Shape) -> Any:
 def _tensor_places(shape: Shape) -> list[Any]:
     """One KVCacheTensor per region, or one per layer where a release describes layers within one allocation."""
     kind = names().kv.KVCacheTensor
-    offsets = shape.offsets()
     if "shared_by" in _field_names(kind):
-        if not shape.packed:
-            return [kind(size=shape.region_bytes(layers), shared_by=list(layers)) for layers in shape.regions()]
-        return [
-            kind(
-                size=shape.blocks * shape.packed_bytes,
-                shared_by=list(layers),
-                offset=offsets[layers[0]] - GUARD_BYTES,
-                block_stride=shape.packed_bytes,
-            )
-            for layers in shape.regions()
-        ]
+        return [kind(size=shape.region_bytes(layers), shared_by=list(layers)) for layers in shape.regions()]
     return [
         kind(
-            size=shape.blocks * shape.packed_bytes if shape.packed else shape.memory_bytes,
+            size=shape.memory_bytes,
             layers=[layer],
             layer_stride=shape.region_bytes((layer,)),
-            block_stride=shape.page_stride(layer),
-            offset=offset - GUARD_BYTES if shape.packed else offset,
+            block_stride=shape.groups[shape.group_of(layer)].stride_bytes,
+            offset=offset,
         )
-        for layer, offset in offsets.items()
+        for layer, offset in shape.offsets().items()
     ]
 
 
 def kv_tensors(shape: Shape, memory: Bytes) -> dict[str, Any]:
-    """Each layer's tensor, a view into the rank's one allocation, shaped as this release's model runner does.
-
-    Where vLLM reads a storage from its beginning, the tensor's storage is the part of the allocation without guards.
-    """
-    kv = names().kv
-    start = 0
-    if shape.packed:
-        start, memory = GUARD_BYTES, memory[GUARD_BYTES : len(memory) - GUARD_BYTES]
-    raw = names().torch.from_numpy(memory).view(names().torch.int8)
+    """Each layer's tensor, a view into the rank's one allocation, shaped as this release's model runner does."""
+    torch, kv = names().torch, names().kv
+    raw = torch.from_numpy(memory).view(torch.int8)
     if "shared_by" not in _field_names(kv.KVCacheTensor):
         found: dict[str, Any] = {}
         for place in _tensor_places(shape):
@@ -365,27 +318,16 @@ def kv_tensors(shape: Shape, memory: Bytes) -> dict[str, Any]:
             views = kv.create_kv_cache_views(raw, kv_spec(group), shape.blocks, kv.KVCacheLayout[LAYOUT], place)
             found.update(zip(place.layers, views, strict=True))
         return found
-    return {layer: _view(raw, shape, layer, offset - start) for layer, offset in shape.offsets().items()}
+    return {
+        layer: _view(raw, shape.groups[shape.group_of(layer)], shape.blocks, offset)
+        for layer, offset in shape.offsets().items()
+    }
 
 
-def _view(raw: Any, shape: Shape, layer: str, offset: int) -> Any:
-    """(blocks, tokens, latent) for MLA, (blocks, heads, tokens, K and V) for the CPU's attention; for Mamba the pages
-    as bytes, or the states one by one.
-    """
-    group = shape.groups[shape.group_of(layer)]
-    if group.kind == "mamba":
-        pages = names().torch.from_numpy(raw.numpy()[offset : offset + shape.blocks * group.stride_bytes])
-        return pages if detect_live()["canonical_mapping"] else _states(pages, group, shape.blocks)
-    rows = raw.as_strided((shape.blocks, group.page_bytes), (shape.page_stride(layer), 1), offset)
-    rows = rows.view(names().torch.float32)
+def _view(raw: Any, group: Group, blocks: int, offset: int) -> Any:
+    """(blocks, tokens, latent) for MLA, (blocks, heads, tokens, K and V) for the CPU's attention."""
+    rows = raw.as_strided((blocks, group.page_bytes), (group.stride_bytes, 1), offset).view(names().torch.float32)
     assert rows.shape[1] * ELEMENT_BYTES == group.page_bytes
     if group.kind == "mla":
         return rows.unflatten(1, (group.block_tokens, group.head_elements))
     return rows.unflatten(1, (group.heads, group.block_tokens, group.head_elements))
-
-
-def _states(pages: Any, group: Group, blocks: int) -> list[Any]:
-    """Both parts of the states, as tensors on the pages' storage."""
-    rows = pages.view(names().torch.float32).unflatten(0, (blocks, -1))
-    first, second = _state_elements(group)
-    return [rows[:, :first], rows[:, first : first + second]]
