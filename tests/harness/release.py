@@ -157,6 +157,11 @@ def loads_after_forward() -> bool:
     return "has_sync_kv_loads" in _field_names(names().SchedulerOutput)
 
 
+def sides(job: Any) -> tuple[Any, Any]:
+    """Where a transfer job's bytes come from and where they go; releases with handlers keep the two together."""
+    return tuple(job.transfer_spec) if "transfer_spec" in _field_names(type(job)) else (job.src_spec, job.dst_spec)
+
+
 # --- configuration ----------------------------------------------------------------------------------------------
 
 
@@ -188,7 +193,7 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
         kv_connector_extra_config={
             "spec_name": "XkvOffloadingSpec",
             "spec_module_path": "harness.recorded",
-            "blocks_per_chunk": shape.blocks_per_chunk,
+            **_chunk(shape),
             "xkv.weights_fingerprint": "harness",
             **launch.extra,
         },
@@ -233,6 +238,15 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
     for group in shape.groups:
         context.update({layer: _Layer(group) for layer in group.layers})
     return made
+
+
+def _chunk(shape: Shape) -> dict[str, int]:
+    """The chunk in blocks, or in tokens where a release reads nothing else (and refuses blocks of several sizes)."""
+    if detect_live()["blocks_per_chunk_key"]:
+        return {"blocks_per_chunk": shape.blocks_per_chunk}
+    if shape.blocks_per_chunk == 1:
+        return {}
+    return {"block_size": shape.blocks_per_chunk * min(group.block_tokens for group in shape.groups)}
 
 
 def _model_folder(parent: Path, *, is_mla: bool) -> Path:
