@@ -169,7 +169,9 @@ def test_a_followed_row_s_stack_is_reported_where_it_ran(lying: _Lying, tmp_path
     save_gate(gate, path)
     assert load_gate(path)["9.8.0"] == "pass"
     lying.put("stack(9.8.0)", outcome="failed", counts={"failed": 1}, sources="6" * 64)
-    assert lying.judge().as_json()["followed"] == {"9.8.0": "pass"}, "it ran on other sources, so it is nothing to go by"
+    assert lying.judge().as_json()["followed"] == {"9.8.0": "pass"}, (
+        "it ran on other sources, so it is nothing to go by"
+    )
     lying.put("stack(9.8.0)")
     assert "9.8.0  followed   pass     contracts pass, stack pass" in list(lying.judge().as_lines())
 

@@ -40,8 +40,7 @@ def test_check_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main([*common, "--check"]) == EXIT_BAD_INPUT
     assert "the gate writes it" in capsys.readouterr().err
     rows = {
-        release: {"status": "supported", "verdict": verdict, "sessions": {}}
-        for release, verdict in _promised().items()
+        release: {"status": "supported", "verdict": verdict, "sessions": {}} for release, verdict in _promised().items()
     }
     gate.write_text(json.dumps({"rows": rows}), encoding="utf-8")
     assert main([*common, "--check"]) == EXIT_FINDINGS

@@ -18,7 +18,7 @@ from .check import Places, differences, expected_text, open_tree
 from .connector import ROLES
 from .extract import contract_text, extract, load_contract
 from .findings import MatrixError
-from .targets import Target, row_text
+from .targets import Target, checked, row_text
 from .wheels import unpack
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def like(targets: Sequence[Target]) -> Target:
     return max(supported, key=lambda target: target.order)
 
 
-def _row(wheel: Wheel, targets: Sequence[Target], lacks: tuple[str, ...], is_run: bool) -> Target:
+def _row(wheel: Wheel, targets: Sequence[Target], is_run: bool) -> Target:
     known = like(targets)
     torch = [found["version"] for line in wheel.requires if (found := _TORCH.match(line))]
     return replace(
@@ -126,7 +126,6 @@ def _row(wheel: Wheel, targets: Sequence[Target], lacks: tuple[str, ...], is_run
         torch=torch[0] if torch else "",
         requirements="requirements.in",
         engine=is_run,
-        lacks=lacks,
     )
 
 
@@ -251,9 +250,10 @@ def judge(wheel: Wheel, targets: Sequence[Target], places: Places | None = None,
     if any(target.version == wheel.version for target in targets):
         raise MatrixError(f"{wheel.version} has a row already: ask for contracts and stack of it")
     newest = max(targets, key=lambda target: target.order)
+    row = checked(str(wheel.path), _row(wheel, targets, is_run))
     tree = unpack(wheel.path, wheel.sha256)
     judgement = fork.judge(tree, targets, places)
-    row = _row(wheel, targets, tuple(name for name, has in judgement.features.items() if not has), is_run)
+    row = replace(row, lacks=tuple(name for name, has in judgement.features.items() if not has))
     new = extract(open_tree(tree), row)
     try:
         old = load_contract(places.contract(newest))

@@ -22,7 +22,8 @@ else:
     import tomli as tomllib
 
 __all__ = [
-    "STATUSES", "TARGETS_FILE", "TARGETS_VARIABLE", "CannotRun", "Target", "find_target", "load_targets", "row_text",
+    "STATUSES", "TARGETS_FILE", "TARGETS_VARIABLE", "CannotRun", "Target", "checked", "find_target", "load_targets",
+    "row_text",
 ]  # fmt: skip
 
 TARGETS_VARIABLE = "XKV_TARGETS"  # names another file of rows: a candidate's, for the tests that ask for their row
@@ -109,10 +110,11 @@ def _row(where: str, row: Any) -> Target:
     for name in (*needed, "requirements"):
         if not isinstance(values.get(name, ""), str):
             raise _bad(where, f"{name} must be a string, not {values[name]!r}")
-    return _checked(where, Target(**values))
+    return checked(where, Target(**values))
 
 
-def _checked(where: str, target: Target) -> Target:
+def checked(where: str, target: Target) -> Target:
+    """The row, if its parts go together; MatrixError that begins with where it stands."""
     if target.status not in STATUSES:
         raise _bad(where, f"status {target.status!r} is none of {', '.join(STATUSES)}")
     if not _SHA256.fullmatch(target.sha256):

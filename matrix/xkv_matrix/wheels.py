@@ -171,11 +171,12 @@ def _python_members(archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
 
 
 def unpack(wheel: Path, sha256: str) -> Path:
-    """The folder that holds the wheel's ``vllm/**/*.py``, unpacked beside it the first time."""
-    tree = wheel.parent / f"{wheel.name.split('-', 2)[1]}-{sha256[:12]}"
+    """The folder that holds the wheel's ``vllm/**/*.py``, unpacked among the wheels the first time."""
+    tree = wheels_folder() / f"{wheel.name.split('-', 2)[1]}-{sha256[:12]}"
     if (tree / _DONE).is_file():
         return tree
-    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
         fresh = Path(folder) / "tree"
         try:
             with zipfile.ZipFile(wheel) as archive:
