@@ -157,6 +157,12 @@ def loads_after_forward() -> bool:
     return "has_sync_kv_loads" in _field_names(names().SchedulerOutput)
 
 
+def block_copies(scheduled: Any) -> list[Any]:
+    """The blocks that a model runner copies before the step; older releases share no block that is written again."""
+    named = "kv_cache_block_copies" in _field_names(names().SchedulerOutput)
+    return list(scheduled.kv_cache_block_copies or ()) if named else []
+
+
 def sides(job: Any) -> tuple[Any, Any]:
     """Where a transfer job's bytes come from and where they go; releases with handlers keep the two together."""
     return tuple(job.transfer_spec) if "transfer_spec" in _field_names(type(job)) else (job.src_spec, job.dst_spec)
