@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
 from xkv_offload.copy import HostMover
@@ -116,7 +117,7 @@ def test_a_reset_with_a_load_under_way(rig: Rig, groups: tuple[Group, ...]) -> N
     tokens = prompt(tokens=16 * 10 + 1, seed=8)
     first = rig.launch(shape)
     first.serve("cold", tokens)
-    rig.gateway.await_objects(5 * len(groups))
+    rig.gateway.await_objects(sum(map(len, offered(shape, len(tokens)))))
 
     second = rig.relaunch(first, policy="fail")
     rig.gateway.process.hold("get.before_read")
