@@ -10,6 +10,7 @@ import pytest
 from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
+from xkv_compat.features import detect_live
 from xkv_offload.copy import HostMover
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def test_a_reset_that_preempts_running_requests(rig: Rig) -> None:
     request = engine.submit("running", tokens, output_tokens=4)
     engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.run()
+    if not outlives_its_reset(engine):
+        return
     assert request.finish_reason == "length"
     assert request.loads == []
     assert serve(engine, "after") == [], "a request that was there at the reset stores nothing more"
@@ -127,7 +129,8 @@ def test_a_reset_with_a_load_under_way(rig: Rig, groups: tuple[Group, ...]) -> N
     second.reset_connector()
     assert second.step().flushed
     rig.gateway.process.let_go("get.before_read")
-    second.run()
+    if not outlives_its_reset(second):
+        return
     assert request.finish_reason == "length"
     assert request.loaded(0) == [tuple(range(10))]
     assert serve(second, "after") == [], "what was stored before the reset was hit"
@@ -153,6 +156,19 @@ def test_a_reset_while_others_own_the_blocks_before_a_window(rig: Rig) -> None:
     assert branch.loads == []
     assert serve(engine, "from what the branch has stored") == [tuple(range(6))]
     assert serve(engine, "whole") == [tuple(range(12))]
+
+
+def outlives_its_reset(engine: Engine) -> bool:
+    """Run to the end; or into vLLM's own fault: without `reset_safe` requests keep jobs that the reset has dropped."""
+    if detect_live()["reset_safe"]:
+        engine.run()
+        return True
+    with pytest.raises(KeyError) as found:
+        engine.run()
+    at = found.traceback[-1]
+    assert at.path.parts[-2:] == ("offloading", "scheduler.py")
+    assert at.name in {"build_connector_meta", "request_finished"}
+    return False
 
 
 def serve(engine: Engine, name: str) -> list[tuple[int, ...]]:
