@@ -14,19 +14,21 @@ from xkv_compat.vllm_symbols import (
     connector_workers,
     current_vllm_config,
     framework,
+    kv_load_failure_policy,
     kv_role,
     layer_specs,
     model_config_facts,
     none_hash_is_stable,
     offloading_config_view,
     offloading_connector_class,
+    schedules_ahead,
     vllm_version_text,
 )
 from xkv_store.client import Client
 from xkv_store.geometry import HEADER_BYTES
 from xkv_store.ring import regions
 
-from . import description, failures, identity
+from . import description, failures, identity, sync_loads
 from .attachment import SchedulerCard, attachment
 from .config import parse
 from .copy import make_mover
@@ -140,6 +142,18 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         started = time.monotonic()
         layers = layer_specs(vllm_config)
         group_kinds = description.kinds(view, layers)
+        plan = failures.choose(
+            features=self._features,
+            full_attention=tuple(kind.full_attention for kind in group_kinds or ()) or (False,) * len(view.groups),
+            world_size=view.world_size,
+        )
+        sync_loads.check_launch(
+            view,
+            self._features,
+            plan=plan,
+            schedules_ahead=schedules_ahead(vllm_config),
+            failure_policy=kv_load_failure_policy(vllm_config),
+        )
         replicated = description.is_replicated(view, config, group_kinds)
         described = description.describe(
             view=view,
@@ -187,12 +201,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 positions={group.group_id: position for position, group in enumerate(view.groups)},
                 mover=mover,
                 load_timeout_s=config.load_timeout_ms / 1000,
-                failure_plan=failures.choose(
-                    features=self._features,
-                    full_attention=tuple(kind.full_attention for kind in group_kinds or ())
-                    or (False,) * len(view.groups),
-                    world_size=view.world_size,
-                ),
+                failure_plan=plan,
                 failures=failures.FailureLog(),
             ),
             transfer_result=_framework.TransferResult,
