@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness import release
+from harness.forward import Turn
 from harness.story import Story
 from harness.worker import Load, Rank, load_of
 
@@ -50,6 +51,7 @@ class Step:
     store_jobs: dict[int, Any]
     flushed: frozenset[int]
     preempted: frozenset[str]
+    turn: Turn
     load_ends: dict[int, int] = field(default_factory=dict)
 
 
@@ -62,6 +64,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._stories: dict[str, Story] = {}
         self.steps: list[Step] = []
+        self._heard = -1  # the number of the last step whose outcome the scheduler knows
         self.ranks: list[Rank] = []
         try:
             # Workers first, as the engine core does: they publish what the scheduler adopts.
@@ -144,6 +147,7 @@ class Engine:
             dict(metadata.store_jobs),
             frozenset(metadata.jobs_to_flush or ()),
             frozenset(scheduled.preempted_req_ids or ()),
+            Turn(number=len(self.steps), heard=self._heard),
         )
         self.steps.append(step)
         self._note(step)
@@ -157,7 +161,7 @@ class Engine:
         outputs = []
         for rank in self.ranks:
             scheduled.kv_connector_metadata = _own_copy(metadata, step)
-            outputs.append(rank.execute(scheduled, step.load_ends))
+            outputs.append(rank.execute(scheduled, step.turn, step.load_ends))
         scheduled.kv_connector_metadata = metadata
         return outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
 
@@ -166,13 +170,15 @@ class Engine:
         for core_outputs in self.scheduler.update_from_output(step.scheduled, output).values():
             for one in core_outputs.outputs:
                 self._hear(one)
+        self._heard = step.turn.number
 
     def _note(self, step: Step) -> None:
         """Check that loads go exactly where the scheduler's own block tables say, and count."""
         for req_id, tokens in step.scheduled.num_scheduled_tokens.items():
             self.requests[req_id].computed_tokens += tokens
         for job_id, job in step.load_jobs.items():
-            step.load_ends[job_id] = self.scheduler.requests[job.req_id].num_computed_tokens
+            inside = step.scheduled.num_scheduled_tokens.get(job.req_id, 0)  # counted as computed already
+            step.load_ends[job_id] = self.scheduler.requests[job.req_id].num_computed_tokens - inside
             load = load_of(job, end=step.load_ends[job_id])
             tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
             for one in load.blocks:

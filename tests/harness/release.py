@@ -63,6 +63,7 @@ _PLACES = {
     "kv": "vllm.v1.kv_cache_interface",
     "kv_cache_utils": "vllm.v1.core.kv_cache_utils",
     "hash_function": "vllm.utils.hashing:get_hash_fn_by_name",
+    "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "SchedulerOutput": "vllm.v1.core.sched.output:SchedulerOutput",
     "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
@@ -86,6 +87,7 @@ class Names:
     kv: Any
     kv_cache_utils: Any
     hash_function: Any
+    KVCacheManager: Any
     Scheduler: Any
     SchedulerOutput: Any
     StructuredOutputManager: Any
@@ -168,6 +170,29 @@ def sides(job: Any) -> tuple[Any, Any]:
     return tuple(job.transfer_spec) if "transfer_spec" in _field_names(type(job)) else (job.src_spec, job.dst_spec)
 
 
+def stores_tails() -> bool:
+    """Whether the state inside the prompt's last block may be stored."""
+    return not _field_names(names().SchedulerOutput).isdisjoint({"partial_tail_offloads", "kv_connector_block_state"})
+
+
+def hands_states_over() -> bool:
+    """Whether states are stored one by one, as the scheduler hands them over, not from the block table."""
+    return "kv_connector_block_state" in _field_names(names().SchedulerOutput)
+
+
+def reconciles_hits() -> bool:
+    """Whether groups with local hits of unequal length agree on one where the connector has nothing to add.
+
+    The same releases have mended the count of a window's blocks in a load.
+    """
+    return "get_computed_blocks_for_connector" in vars(names().KVCacheManager)
+
+
+def loads_inside_step(job: Any) -> bool:
+    """Whether this load must be over before the forward pass of its step, by the job's own word if it has one."""
+    return "sync" in _field_names(type(job)) and bool(job.sync)
+
+
 # --- configuration ----------------------------------------------------------------------------------------------
 
 
@@ -238,6 +263,7 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
     made.cache_config.enable_prefix_caching = True
     made.cache_config.num_gpu_blocks = shape.blocks
     made.scheduler_config.enable_chunked_prefill = True
+    made.scheduler_config.max_num_batched_tokens = launch.batch_tokens
     made.scheduler_config.async_scheduling = launch.async_scheduling  # which the CPU platform switches off
     made.parallel_config.rank = rank
     context = made.compilation_config.static_forward_context
