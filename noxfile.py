@@ -107,7 +107,7 @@ def contracts(session: nox.Session, target: Target) -> None:
     """Judge the release's wheel by its sources, without importing it."""
     with recorded(session, "contracts", target.release) as result:
         command = (dev(session), "-m", "xkv_matrix", "contracts", target.release)
-        check(session, result, *command, env=MATRIX_ENV)
+        check(session, result, *command, env=MATRIX_ENV, quoted=True)
 
 
 @nox.session

@@ -89,13 +89,29 @@ def recorded(session: nox.Session, name: str, target: str | None = None) -> Iter
         session.error(f"{failed} failed" if failed else "nothing ran")
 
 
-def check(session: nox.Session, result: Result, *command: str, env: Mapping[str, str] | None = None) -> None:
-    """Run one tool that passes or fails as a whole; the session goes on, so that all faults are seen."""
+def check(
+    session: nox.Session, result: Result, *command: str, env: Mapping[str, str] | None = None, quoted: bool = False
+) -> None:
+    """Run one tool that passes or fails as a whole; the session goes on, so that all faults are seen.
+
+    `quoted`: each line that a failed tool says is a reason for the gate.
+    """
     start = time.monotonic()
     session.log(" ".join(command[1:]))
-    done = subprocess.run(command, env={**os.environ, **(env or {})}, check=False)
+    pipe = subprocess.PIPE if quoted else None
+    done = subprocess.run(
+        command,
+        env={**os.environ, **(env or {})},
+        stdout=pipe,
+        stderr=pipe and subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    said = (done.stdout or "").splitlines()
+    sys.stdout.writelines(f"{line}\n" for line in said)
+    sys.stdout.flush()
     result.add({"passed" if done.returncode == 0 else "failed": 1})
-    result.failures += [" ".join(command[1:])] if done.returncode else []
+    result.failures += (said or [" ".join(command[1:])]) if done.returncode else []
     session.log(f"{'ok' if done.returncode == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s")
 
 

@@ -5,6 +5,7 @@ Owns: cases for noxfile.py's lists, and for counting and recording in developmen
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,6 +46,9 @@ class Session:
 
     def error(self, text: str) -> NoReturn:
         raise AbortedError(text)
+
+    def log(self, text: str) -> None:
+        """What nox would print."""
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +123,12 @@ def test_a_bare_run_holds_every_supported_release(loaded: ModuleType) -> None:
     assert {("contracts", target.release) for target in loaded.ALL} <= set(loaded.EXPECTED)
     assert loaded.SUPPORTED
     for target in loaded.SUPPORTED:
-        assert {("contracts", target.release), ("stack", target.release)} <= set(loaded.EXPECTED)
+        own = {(name, target.release) for name in ("contracts", "stack", "vendored")}
+        assert own <= set(loaded.EXPECTED)
         assert target.torch in (ROOT / "matrix" / target.requirements).read_text()
+    followed = {("stack", target.release) for target in loaded.ALL if target.requirements} - set(loaded.EXPECTED)
+    assert followed == set(loaded.BEYOND_CI)
+    assert loaded.nox.options.sessions[-1] == "gate"
 
 
 def test_a_result_says_what_it_ran_on(results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +144,32 @@ def test_a_result_says_what_it_ran_on(results: ModuleType, tmp_path: Path, monke
     assert results.sources() == first
     source.write_text("2")
     assert results.sources() != first
+
+
+@pytest.mark.parametrize(
+    ("script", "failures"),
+    [("print('finding')\nraise SystemExit('error: a line')", ["finding", "error: a line"]), ("print('fits')", [])],
+)
+def test_what_a_failed_check_says_is_a_reason(
+    results: ModuleType, capfd: pytest.CaptureFixture[str], script: str, failures: list[str]
+) -> None:
+    result = results.Result("contracts", "1.2.3")
+    results.check(Session(), result, sys.executable, "-c", script, quoted=True)
+    assert result.failures == failures
+    assert result.counts == {"failed" if failures else "passed": 1}
+    assert capfd.readouterr().out.splitlines() == (failures or ["fits"])
+
+
+def test_a_malformed_row_ends_nox_with_one_line(tmp_path: Path) -> None:
+    rows = tmp_path / "targets.toml"
+    rows.write_text('[[target]]\nrelease = "1.2.3"\n')
+    script = "import runpy, sys; sys.path[0:0] = sys.argv[2:]; runpy.run_path(sys.argv[1])"
+    command = [sys.executable, "-c", script, str(ROOT / "noxfile.py")]
+    env = {**os.environ, "XKV_TARGETS": str(rows)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=60)
+    assert done.returncode == 2
+    assert "target 1 (1.2.3): status, package" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_failed_tests_are_named_for_the_gate(results: ModuleType, tmp_path: Path) -> None:
