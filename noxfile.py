@@ -266,16 +266,21 @@ def vendor(session: nox.Session) -> None:
 @nox.session(default=False)
 def candidate(session: nox.Session) -> None:
     """Everything on a release that nobody has seen: -- --wheel FILE|--version V [--no-engine] [--json]."""
-    folder, quiet = STATE / "candidate", "--json" in session.posargs
-    shutil.rmtree(folder, ignore_errors=True)
-    line = (dev(session), "-m", "xkv_matrix", "candidate", f"--into={folder}", *session.posargs)
-    print_to = sys.stderr if quiet else None
-    env = {**os.environ, **MATRIX_ENV}
-    judged = subprocess.run(line, env=env, cwd=session.invoked_from, stdout=print_to, check=False).returncode
-    if not (folder / "report.json").is_file():
-        _end(judged or 1)
-    report = json.loads((folder / "report.json").read_text())
-    release = report["candidate"]
+    quiet = "--json" in session.posargs
+    STATE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=STATE) as fresh:
+        line = (dev(session), "-m", "xkv_matrix", "candidate", f"--into={fresh}", *session.posargs)
+        env = {**os.environ, **MATRIX_ENV}
+        judged = subprocess.run(
+            line, env=env, cwd=session.invoked_from, stdout=sys.stderr if quiet else None, check=False
+        )
+        if not Path(fresh, "report.json").is_file():
+            _end(judged.returncode or 1)
+        report = json.loads(Path(fresh, "report.json").read_text())
+        release = report["candidate"]
+        folder = STATE / f"candidate-{release}"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(fresh, folder)
     engine = Engine(report["package"], release, report["sha256"], Path(report["path"]).parent)
     needs = folder / "requirements.in"
     needs.write_text(f"-r {ROOT / 'requirements' / 'engine.in'}\n{needs.read_text()}")

@@ -111,7 +111,8 @@ def fetch_version(like: Target, version: str, download: Callable[[Target, Path],
         return found[0]
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as fresh:
-        download(replace(like, version=version), Path(fresh))
+        asked = replace(like, version=version, wheel=like.wheel.replace(like.version, version))
+        download(asked, Path(fresh))
         found = sorted(Path(fresh).glob(name))
         if not found:
             raise MatrixError(f"{like.package} {version}: the index gave no such wheel")
