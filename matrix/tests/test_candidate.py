@@ -143,7 +143,7 @@ def test_what_is_saved_is_a_row_that_its_tests_can_run_with(known: _Known, tmp_p
         "numpy<3; python_version > '3'",
     ]
     assert json.loads((folder / "report.json").read_text(encoding="utf-8")) == json.loads(json.dumps(found.as_json()))
-    places = Places(folder, folder, known.places.ours)
+    places = Places(folder / "contracts", folder / "expected", known.places.ours)
     assert check(row, make_tree(known.files), places).findings == (), "the row could be taken over as it is"
 
 
@@ -151,6 +151,20 @@ def test_a_wheel_under_another_name(known: _Known) -> None:
     wheel = read_wheel(_wheel(known.folder, known.files).rename(known.folder / "x.whl"))
     with pytest.raises(MatrixError, match=r"x\.whl: wheel 'x\.whl' is no wheel's file name"):
         candidate.judge(wheel, known.targets, known.places)
+
+
+def test_reasons_for_what_no_test_makes_go_with_their_uses_to_other_lines(known: _Known) -> None:
+    where = "scheduler:OffloadingConnectorScheduler.match.count"
+    row = known.targets[0]
+    uses = json.loads(known.places.contract(row).read_text(encoding="utf-8"))["uses"]
+    (at,) = [use["at"] for use in uses if use["name"] == "lookup"]
+    line = int(at.rpartition(":")[2])
+    with known.places.table(row).open("a", encoding="utf-8") as table:
+        table.write(f'\n[uncovered]\n"manager.lookup {where}:{line}" = "why"\n')
+    moved = known.judge({_SCHEDULER: ("class State:", "\n\n\nclass State:")})
+    assert f'[uncovered]\n"manager.lookup {where}:{line + 3}" = "why"\n' in moved.features
+    twice = ("            return sum", "            self.manager.lookup(1, 2)\n            return sum")
+    assert "uncovered" not in known.judge({_SCHEDULER: twice}).features, "which of the two it is, nobody knows"
 
 
 def test_a_release_that_has_a_row_is_no_candidate(known: _Known) -> None:

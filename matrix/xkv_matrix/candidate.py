@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import fork
 from .binding import OUR_CLASSES, OurClasses
-from .check import Places, differences, expected_text, open_tree
+from .check import Places, differences, expected_text, load_expected, open_tree
 from .connector import ROLES
 from .extract import contract_text, extract, load_contract
 from .findings import MatrixError
@@ -244,6 +244,29 @@ def _read_ours(places: Places) -> _Ours:
     return _Ours(OurClasses(places.ours), texts)
 
 
+def _uncovered_names(uses: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The names that uses have in a table's [uncovered], in the order of lines, by what they are without the line."""
+    found: dict[str, set[int]] = {}
+    for use in uses:
+        module, function, line = str(use["at"]).rsplit(":", 2)
+        found.setdefault(f"{use['role']}.{use['name']} {module.rpartition('.')[2]}:{function}", set()).add(int(line))
+    return {name: [f"{name}:{line}" for line in sorted(lines)] for name, lines in found.items()}
+
+
+def _carried(
+    uncovered: Mapping[str, str], old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]
+) -> dict[str, str]:
+    """Reasons of the newest known row for uses that no harness test makes, for the same uses on other lines."""
+    before, after = _uncovered_names(old), _uncovered_names(new)
+    return {
+        moved: uncovered[name]
+        for key, names in before.items()
+        if len(after.get(key, ())) == len(names)
+        for name, moved in zip(names, after[key], strict=True)
+        if name in uncovered
+    }
+
+
 def judge(wheel: Wheel, targets: Sequence[Target], places: Places | None = None, *, is_run: bool = True) -> Candidate:
     """What a wheel's sources say, against the newest known row; MatrixError for one that has a row, or is broken."""
     places = places or Places()
@@ -265,7 +288,8 @@ def judge(wheel: Wheel, targets: Sequence[Target], places: Places | None = None,
         *_declared_changes(old, new, ours),
         *_feature_changes(fork.difference(newest, judgement.features, places), ours),
     )
-    table = expected_text(row, judgement.features, {})
+    known = load_expected(places.table(newest)).uncovered
+    table = expected_text(row, judgement.features, {}, _carried(known, old["uses"], new["uses"]))
     return Candidate(
         row,
         wheel.path.absolute(),
@@ -279,14 +303,15 @@ def judge(wheel: Wheel, targets: Sequence[Target], places: Places | None = None,
 
 
 def save(found: Candidate, folder: Path) -> None:
-    """Write its row, requirements, contract and feature table, to be reviewed, and the report."""
+    """Write its row, requirements, contract and feature table as a matrix of its own, and the report."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {
         ROW_FILE: row_text(found.row),
         found.row.requirements: "".join(f"{line}\n" for line in found.requires),
-        f"{found.row.release}.json": found.contract,
-        f"{found.row.release}.toml": found.features,
+        f"contracts/{found.row.release}.json": found.contract,
+        f"expected/{found.row.release}.toml": found.features,
         "report.json": json.dumps(found.as_json(), indent=1) + "\n",
     }
     for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
