@@ -179,7 +179,7 @@ class Engine:
         for job_id, job in step.load_jobs.items():
             inside = step.scheduled.num_scheduled_tokens.get(job.req_id, 0)  # counted as computed already
             step.load_ends[job_id] = self.scheduler.requests[job.req_id].num_computed_tokens - inside
-            load = load_of(job, end=step.load_ends[job_id])
+            load = load_of(job, groups=release.offloaded_groups(self.shape), end=step.load_ends[job_id])
             tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
             for one in load.blocks:
                 assert one.block == tables[one.group][one.index] != 0

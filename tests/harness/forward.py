@@ -98,9 +98,10 @@ class Model:
         """(block id, first row, first position, last position + 1) of the blocks that hold these positions."""
         tokens = self._shape.groups[group].block_tokens
         blocks = self._tables[req_id][group]
+        is_ring = self._shape.groups[group].kind == "ring"
         while start < end:
             stop = min(end, (start // tokens + 1) * tokens)
-            yield blocks[start // tokens], start % tokens, start, stop
+            yield blocks[0 if is_ring else start // tokens], start % tokens, start, stop
             start = stop
 
     def _write(self, req_id: str, group: int, start: int, end: int) -> None:

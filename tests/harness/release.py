@@ -325,6 +325,8 @@ def kv_spec(group: Group) -> Any:
     }
     if group.kind == "mla":
         spec = found.MLAAttentionSpec(head_size=group.head_elements, **common)
+    elif group.kind == "ring":
+        spec = found.CircularBufferSpec(head_size=group.head_elements // 2, **common)
     elif group.kind == "full":
         spec = found.FullAttentionSpec(head_size=group.head_elements // 2, **common)
     else:
@@ -336,6 +338,24 @@ def kv_spec(group: Group) -> Any:
 def _state_elements(group: Group) -> tuple[int, int]:
     """A Mamba state's two parts, as of convolution and recurrence."""
     return group.head_elements // 4, group.head_elements - group.head_elements // 4
+
+
+def has_rings() -> bool:
+    """Whether there are groups that are no part of a prefix."""
+    return "CircularBufferSpec" in vars(names().kv)
+
+
+def leaves_groups_out() -> bool:
+    """Whether the connector is kept from groups that are no part of a prefix: positions are no group numbers then."""
+    return has_rings() and "prefix_cacheable_group_ids" in vars(names().kv.KVCacheConfig)
+
+
+@cache
+def offloaded_groups(shape: Shape) -> tuple[int, ...]:
+    """The numbers of the groups in a job's order."""
+    if leaves_groups_out():
+        return tuple(kv_cache_config(shape).prefix_cacheable_group_ids)
+    return tuple(range(len(shape.groups)))
 
 
 def kv_cache_config(shape: Shape) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Kind = Literal["mla", "full", "sliding", "mamba"]
+Kind = Literal["mla", "full", "sliding", "mamba", "ring"]
 StateMode = Literal["none", "align", "all"]
 
 ELEMENT_BYTES = 4  # float32, which every platform has
@@ -23,7 +23,8 @@ class Group:
 
     `head_elements`: of one head and token: K and V together, or MLA's latent; of the whole state for Mamba, whose page
     is one state. `padding_bytes`: at each page's end. `window`: tokens that a sliding layer sees, its own included.
-    `state_mode`: Mamba's; at which positions states are kept. `is_draft`: an EAGLE or MTP draft model's layers.
+    `state_mode`: Mamba's; at which positions states are kept. A ring is one block per request, written round and round,
+    and no part of a prefix. `is_draft`: an EAGLE or MTP draft model's layers.
     """
 
     kind: Kind
@@ -178,6 +179,11 @@ def sliding(
         window=window,
         is_draft=is_draft,
     )
+
+
+def ring(*, layers: int = 1, block_tokens: int = 16) -> Group:
+    """A group of scratch memory with the row size of `full`."""
+    return replace(full(layers=layers, prefix="ring", block_tokens=block_tokens), kind="ring")
 
 
 def mamba(*, layers: int = 2, block_tokens: int = 16, mode: StateMode = "align", page_bytes: int = 8192 + 512) -> Group:

@@ -83,7 +83,7 @@ class Rank:
         metadata = scheduled.kv_connector_metadata
         # The dictionaries are the connector's, which takes jobs out of them.
         for job_id, job in metadata.load_jobs.items():
-            self.loads[job_id] = load_of(job, end=load_ends[job_id])
+            self.loads[job_id] = load_of(job, groups=release.offloaded_groups(self._shape), end=load_ends[job_id])
         self.connector.handle_preemptions(metadata)
         self._model.update(scheduled)
         self.connector.bind_connector_metadata(metadata)
@@ -163,12 +163,12 @@ class Rank:
                 raise PagesError(f"{load.req_id}: the load of {layer}, block {one.block} (number {one.index}) is wrong")
 
 
-def load_of(job: Any, *, end: int) -> Load:
+def load_of(job: Any, *, groups: Sequence[int], end: int) -> Load:
     """A load's blocks are consecutive in each group, from `block_indices` on (CONTRACT: group sizes, indices)."""
     _, destination = release.sides(job)
     ids = [int(block) for block in destination.block_ids]
     blocks = []
-    for group, (size, index) in enumerate(zip(destination.group_sizes, destination.block_indices, strict=True)):
+    for group, size, index in zip(groups, destination.group_sizes, destination.block_indices, strict=True):
         blocks += [LoadedBlock(group, int(index) + at, ids.pop(0)) for at in range(int(size))]
     assert not ids
     return Load(job.req_id, tuple(blocks), end)
