@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness import release
+from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import Story, prompt
 
@@ -28,7 +29,7 @@ def stored(rig: Rig, shape: Shape, *, policy: str = "recompute") -> Engine:
     """An engine in its second launch, with the prompt on the card."""
     first = rig.launch(shape)
     first.serve("cold", TOKENS)
-    objects = sum(BLOCKS // shape.blocks_per_chunk for _ in shape.groups)
+    objects = sum(map(len, offered(shape, len(TOKENS))))
     rig.gateway.await_objects(objects * (1 if shape.identical_ranks else shape.ranks))
     return rig.relaunch(first, policy=policy)
 

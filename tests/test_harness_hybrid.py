@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from harness.offered import offered
 from harness.shapes import Shape, full, sliding
 from harness.story import prompt
+from xkv_compat.features import detect_live
 from xkv_offload.metrics import PROCESS_COUNTERS
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ def test_a_window_is_restored_with_the_prefix(rig: Rig, blocks_per_chunk: int, s
     tokens = prompt(tokens=200, seed=1)
     first = rig.launch(shape)
     first.serve("cold", tokens)
-    rig.gateway.await_objects(2 * 12 // blocks_per_chunk)
+    rig.gateway.await_objects(sum(map(len, offered(shape, 200))))
 
     second = rig.relaunch(first)
     restored = second.serve("restored", tokens, output_tokens=20)
@@ -38,8 +40,9 @@ def test_every_rank_has_objects_of_its_own(rig: Rig) -> None:
     tokens = prompt(tokens=16 * 8 + 1, seed=2)
     first = rig.launch(shape)
     first.serve("cold", tokens)
-    status = rig.gateway.await_objects(2 * 2 * 4)
-    assert status["object_bytes"] == 2 * 4 * (shape.chunk_bytes(0) + shape.chunk_bytes(1))
+    chunks = [len(group) for group in offered(shape, len(tokens))]
+    status = rig.gateway.await_objects(2 * sum(chunks))
+    assert status["object_bytes"] == 2 * sum(count * shape.chunk_bytes(group) for group, count in enumerate(chunks))
     second = rig.relaunch(first)
     restored = second.serve("restored", tokens, output_tokens=2)
     assert restored.loaded(0) == [tuple(range(8))]
@@ -49,10 +52,14 @@ def test_a_load_can_end_inside_a_chunk(rig: Rig) -> None:
     # Blocks of 16 and 32 tokens, chunks of 32 and 64: where the prefix's last chunk is gone from the card, the hit
     # ends inside a chunk of the other group, whose object is loaded in part.
     shape = Shape(groups=(full(), sliding(window=32, block_tokens=32)), blocks=48, blocks_per_chunk=2)
+    if not detect_live()["blocks_per_chunk_key"]:
+        with pytest.raises(AssertionError, match="all groups must have the same block size"):
+            rig.launch(shape)
+        return
     tokens = prompt(tokens=128 + 1, seed=6)
     first = rig.launch(shape)
     first.serve("cold", tokens)
-    rig.gateway.await_objects(4 + 2)
+    rig.gateway.await_objects(sum(map(len, offered(shape, 129))))
     (job,) = [job for step in first.steps for job in step.store_jobs.values()]
     gone = job.dst_spec.keys[3]
 
@@ -72,14 +79,15 @@ def test_a_chunk_with_a_hole_is_not_stored(rig: Rig) -> None:
     start = prompt(tokens=200, seed=3)
     engine.serve("first", start)
     engine.await_stores()
-    before = rig.gateway.await_objects(12)["objects"]
+    before = rig.gateway.await_objects(sum(map(len, offered(shape, len(start)))))["objects"]
     engine.reset_connector()
     partial = PROCESS_COUNTERS["partial_chunks"]
 
     longer = prompt(tokens=232, seed=4, after=start)
     assert engine.serve("longer", longer).computed_tokens < 100
     engine.await_stores()
-    assert PROCESS_COUNTERS["partial_chunks"] > partial
+    is_offered = not detect_live()["window_store_mask"]  # no hit at this prompt's end needs what is before the hole
+    assert PROCESS_COUNTERS["partial_chunks"] == partial + is_offered
     stored = rig.gateway.status()["objects"] - before
     assert stored == 7 + 2, "seven whole chunks of one group, two of the other"
 
@@ -91,3 +99,24 @@ def test_a_chunk_with_a_hole_is_not_stored(rig: Rig) -> None:
     needs_the_hole = engine.serve("needs the hole", prompt(tokens=165, seed=5, after=longer[:160]), output_tokens=2)
     assert needs_the_hole.finish_reason == "length"
     assert 8 not in {index for load in needs_the_hole.loaded(1) for index in load}
+
+
+def test_a_chunk_with_a_hole_that_a_hit_needs_half_of_is_not_stored(rig: Rig) -> None:
+    # As above, but a hit at the prompt's end needs the other block of that chunk, so every release offers it.
+    shape = Shape(groups=(full(), sliding(window=48)), blocks=96, blocks_per_chunk=2)
+    engine = rig.launch(shape)
+    start = prompt(tokens=200, seed=3)
+    engine.serve("first", start)
+    engine.await_stores()
+    before = rig.gateway.await_objects(sum(map(len, offered(shape, len(start)))))["objects"]
+    engine.reset_connector()
+    partial = PROCESS_COUNTERS["partial_chunks"]
+
+    longer = prompt(tokens=210, seed=4, after=start)
+    assert engine.serve("longer", longer).computed_tokens < 100
+    engine.await_stores()
+    assert PROCESS_COUNTERS["partial_chunks"] == partial + 1
+    assert rig.gateway.status()["objects"] - before == 6 + 1, "six whole chunks of one group, one of the other"
+
+    engine.forget()
+    assert engine.serve("nothing without the hole", longer, output_tokens=2).loads == []

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from harness import release
+from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
+from xkv_compat.features import detect_live
 from xkv_offload.copy import HostMover
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("harness.fixtures",)
 
+STEPS_FOR_EVER = 200  # a request that waits for so many steps, after everything was reported, waits for ever
 COPY_S = 0.02  # of one object, so that a store is certainly under way when its blocks are wanted
 
 
@@ -102,7 +105,8 @@ def test_a_reset_that_preempts_running_requests(rig: Rig) -> None:
     request = engine.submit("running", tokens, output_tokens=4)
     engine.step()
     assert engine.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-    engine.run()
+    if not outlives_its_reset(engine):
+        return
     assert request.finish_reason == "length"
     assert request.loads == []
     assert serve(engine, "after") == [], "a request that was there at the reset stores nothing more"
@@ -117,7 +121,7 @@ def test_a_reset_with_a_load_under_way(rig: Rig, groups: tuple[Group, ...]) -> N
     tokens = prompt(tokens=16 * 10 + 1, seed=8)
     first = rig.launch(shape)
     first.serve("cold", tokens)
-    rig.gateway.await_objects(5 * len(groups))
+    rig.gateway.await_objects(sum(map(len, offered(shape, len(tokens)))))
 
     second = rig.relaunch(first, policy="fail")
     rig.gateway.process.hold("get.before_read")
@@ -128,7 +132,8 @@ def test_a_reset_with_a_load_under_way(rig: Rig, groups: tuple[Group, ...]) -> N
     second.reset_connector()
     assert bool(second.step().flushed) != verifies
     rig.gateway.process.let_go("get.before_read")
-    second.run()
+    if not outlives_its_reset(second):
+        return
     assert request.finish_reason == "length"
     # What was only being read into the ring was promised to nobody, and is of before the reset.
     assert request.loaded(0) == ([] if verifies else [tuple(range(10))])
@@ -155,6 +160,26 @@ def test_a_reset_while_others_own_the_blocks_before_a_window(rig: Rig) -> None:
     assert branch.loads == []
     assert serve(engine, "from what the branch has stored") == [tuple(range(6))]
     assert serve(engine, "whole") == [tuple(range(12))]
+
+
+def outlives_its_reset(engine: Engine) -> bool:
+    """Run to the end; or into vLLM's own fault: without `reset_safe` requests keep jobs that the reset has dropped."""
+    if detect_live()["reset_safe"]:
+        engine.run()
+        return True
+    connector = engine.scheduler.connector.connector_scheduler
+    dropped = {job for status in connector._req_status.values() for job in status.transfer_jobs} - set(connector._jobs)
+    assert dropped
+    end, error = len(engine.steps) + STEPS_FOR_EVER, None
+    try:
+        engine.run(lambda: len(engine.steps) == end)
+    except KeyError as found:
+        error = found
+    if error is None:
+        assert not engine.is_idle(), "the request did not wait for its dropped job"
+    else:
+        assert error.args[0] in dropped
+    return False
 
 
 def serve(engine: Engine, name: str) -> list[tuple[int, ...]]:

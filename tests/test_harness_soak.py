@@ -1,7 +1,7 @@
 """Many requests over a few prompts, in an order that nobody planned: every byte is compared in every step.
 
 Prefixes are shared, blocks are scarce (preemption, reuse while stores are under way), requests are aborted where the
-release survives it, the connector is reset, the gateway is killed. A failing seed is a case to keep.
+release survives it, the connector is reset (between jobs where need be), the gateway is killed. A failing seed is a case to keep.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ class Soak:
         elif chance < 0.45 and self.engine.is_idle():
             self.engine.forget()
         if step == self.reset_at:
+            if not detect_live()["reset_safe"]:  # vLLM does not survive one with a job under way
+                self.engine.run(lambda: not self.engine.scheduler.connector.has_pending_push_work())
             self.engine.reset_connector()
         if step == self.kill_at and self.may_fail:
             self.rig.gateway.kill()

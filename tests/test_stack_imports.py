@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import os
+import warnings
 
 import pytest
 
@@ -22,7 +23,9 @@ def test_the_row_s_release_is_installed() -> None:
 
 @pytest.mark.parametrize("module", ROW.imports)
 def test_importable(module: str) -> None:
-    importlib.import_module(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM's and torch's own: some releases compile functions when imported
+        importlib.import_module(module)
 
 
 def test_the_row_lists_something() -> None:

@@ -155,6 +155,9 @@ class RequestOffloadState:
 class OffloadingConnectorScheduler:
     def _touch(self):
         self.manager.touch([], None)
+
+    def _reachable(self, group_config):
+        return group_config.manager_cls.reachable_block_mask(0, 1)
 """,
     f"{_CONNECTOR}/offloading/common.py": """
 from typing import NamedTuple

@@ -115,6 +115,20 @@ assert current_vllm_config() == (None if {module == "none"} else "set") or {modu
     _ok(run_live(make_tree({**full_files, "config/vllm.py": text}), code))
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_whether_steps_are_scheduled_ahead(
+    make_tree: Make, full_files: dict[str, str], run_live: Run, wanted: bool
+) -> None:
+    """Taken for off, a failed load inside a step is answered with what was computed from it; unresolved is on."""
+    code = f"""
+from types import SimpleNamespace as Some
+from xkv_compat.vllm_symbols import schedules_ahead
+for given in (True, None) if {wanted} else (False,):
+    assert schedules_ahead(Some(scheduler_config=Some(async_scheduling=given))) == {wanted}
+"""
+    _ok(run_live(make_tree(full_files), code))
+
+
 @pytest.mark.parametrize("has_default", [True, False])
 def test_none_hash(make_tree: Make, full_files: dict[str, str], run_live: Run, has_default: bool) -> None:
     """Stable taken for random stores nothing; random taken for stable fills the card with what never hits."""

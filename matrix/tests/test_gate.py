@@ -54,13 +54,13 @@ def lying(target: Target, places: Places, tmp_path: Path) -> _Lying:
     for folder in (results, places.contracts, places.expected):
         folder.mkdir()
     supported = replace(target, release="9.10.0", status="supported")
-    followed = replace(target, release="9.8.0")
+    followed = replace(target, release="9.8.0", requirements="x.txt")
     provenance = {"package": target.package, "wheel": target.wheel, "sha256": target.sha256}
     for row in (supported, followed):
         places.contract(row).write_text(json.dumps({"format": 1, "provenance": provenance}), encoding="utf-8")
         places.table(row).write_text("[features]\n", encoding="utf-8")
     found = _Lying(results, (supported, followed), places)
-    for session in ("lint", "contracts(9.10.0)", "stack(9.10.0)", "contracts(9.8.0)"):
+    for session in ("lint", "contracts(9.10.0)", "stack(9.10.0)", "vendored(9.10.0)", "contracts(9.8.0)"):
         found.put(session)
     return found
 
@@ -68,7 +68,11 @@ def lying(target: Target, places: Places, tmp_path: Path) -> _Lying:
 def test_go(lying: _Lying) -> None:
     gate = lying.judge("lint")
     assert gate.as_json() == {"verdict": "go", "supported": {"9.10.0": "pass"}, "followed": {"9.8.0": "pass"}}
-    assert list(gate.as_lines()) == ["9.8.0  followed   pass", "9.10.0  supported  pass", "go"]
+    assert list(gate.as_lines()) == [
+        "9.8.0  followed   pass     contracts pass, stack not run",
+        "9.10.0  supported  pass     contracts pass, stack pass, vendored pass",
+        "go",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,7 @@ def test_a_result_that_does_not_count(lying: _Lying, fields: dict[str, Any], sai
     }
 
 
-@pytest.mark.parametrize("session", ["stack", "contracts"])
+@pytest.mark.parametrize("session", ["stack", "contracts", "vendored"])
 def test_a_missing_or_unreadable_result(lying: _Lying, session: str) -> None:
     file = lying.folder / f"{session}-9.10.0.json"
     file.unlink()
@@ -154,6 +158,24 @@ def test_followed_rows_are_reported_and_never_block(lying: _Lying) -> None:
     }
 
 
+def test_a_followed_row_s_stack_is_reported_where_it_ran(lying: _Lying, tmp_path: Path) -> None:
+    """And is not what the README shows of the row, which must be the same whether or not it ran."""
+    path = tmp_path / "gate.json"
+    lying.put("stack(9.8.0)", outcome="failed", counts={"failed": 1})
+    gate = lying.judge()
+    assert gate.as_json() == {"verdict": "go", "supported": {"9.10.0": "pass"}, "followed": {"9.8.0": "fail"}}
+    assert "9.8.0  followed   fail     contracts pass, stack fail" in list(gate.as_lines())
+    assert "  stack(9.8.0): 1 failed" in list(gate.as_lines())
+    save_gate(gate, path)
+    assert load_gate(path)["9.8.0"] == "pass"
+    lying.put("stack(9.8.0)", outcome="failed", counts={"failed": 1}, sources="6" * 64)
+    assert lying.judge().as_json()["followed"] == {"9.8.0": "pass"}, (
+        "it ran on other sources, so it is nothing to go by"
+    )
+    lying.put("stack(9.8.0)")
+    assert "9.8.0  followed   pass     contracts pass, stack pass" in list(lying.judge().as_lines())
+
+
 def test_a_supported_row_with_a_known_misfit_does_not_pass_as_whole(lying: _Lying) -> None:
     lying.places.table(lying.targets[0]).write_text('[features]\n[misfits]\n"spec.x" = "why"\n', encoding="utf-8")
     gate = lying.judge()
@@ -193,7 +215,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert set(line["followed"].values()) == {"not run"}
     assert json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))["reasons"] == line["reasons"]
     for row in rows:
-        for name in ("stack", "contracts"):
+        for name in ("stack", "contracts", "vendored"):
             result: dict[str, Any] = {
                 "name": name,
                 "target": row.release,

@@ -39,7 +39,9 @@ def test_check_and_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     common = ["table", "--page", str(page), "--gate", str(gate)]
     assert main([*common, "--check"]) == EXIT_BAD_INPUT
     assert "the gate writes it" in capsys.readouterr().err
-    rows = {release: {"verdict": verdict} for release, verdict in _promised().items()}
+    rows = {
+        release: {"status": "supported", "verdict": verdict, "sessions": {}} for release, verdict in _promised().items()
+    }
     gate.write_text(json.dumps({"rows": rows}), encoding="utf-8")
     assert main([*common, "--check"]) == EXIT_FINDINGS
     assert main([*common, "--write"]) == EXIT_OK

@@ -12,7 +12,7 @@ import pytest
 
 from xkv_matrix.__main__ import main
 from xkv_matrix.findings import EXIT_BAD_INPUT, EXIT_OK, MatrixError
-from xkv_matrix.vendor import PROVENANCE, Sources, vendor, vendor_tests
+from xkv_matrix.vendor import PROVENANCE, Sources, dotted, vendor, vendor_tests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -152,8 +152,41 @@ def test_a_name_that_is_none(sources: Sources, into: Path, name: str, said: str)
 
 
 def test_tests_speak_of_the_copy(sources: Sources, tmp_path: Path) -> None:
-    vendor_tests(tmp_path / "tests", "third", sources)
-    assert (tmp_path / "tests" / "test_x.py").read_text(encoding="utf-8") == "import third.inner\n"
+    vendor_tests(tmp_path / "tests", "third", sources=sources)
+    copied = tmp_path / "tests" / "compat" / "tests" / "test_x.py"
+    assert copied.read_text(encoding="utf-8") == "import third.inner\n"
+
+
+def test_the_whole_stack_s_tests_speak_of_the_copy(sources: Sources, tmp_path: Path) -> None:
+    """Of all three rooms, of nothing else, and with what they compare with beside them."""
+    texts = {
+        "packages/xkv-offload/tests/test_y.py": (
+            'from xkv_store.deep import er\nNAME = "xkv_offload.y"\nimport xkv_matrix\n'
+        ),
+        "tests/stand/z.py": "import xkv_compat\nf'xkv_{1}'\n",
+        "docs/configuration.md": "xkv_offload\n",
+    }
+    for name, text in {**texts, "tests/vendored/test_c.py": ""}.items():
+        (sources.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (sources.root / name).write_text(text, encoding="utf-8")
+    into = vendor_tests(tmp_path / "tests", "vllm.third", whole=True, sources=sources)
+    first, second, page = ((into / name).read_text(encoding="utf-8") for name in texts)
+    assert first.splitlines() == [
+        "from vllm.third.xkv_store.deep import er",
+        'NAME = "vllm.third.xkv_offload.y"',
+        "import xkv_matrix",
+    ]
+    assert second == "import vllm.third.xkv_compat\nf'xkv_{1}'\n"
+    assert page == texts["docs/configuration.md"]
+    assert (into / "tests" / "vendored" / "test_c.py").is_file()
+
+
+def test_a_copy_below_other_packages_bears_their_names(tmp_path: Path) -> None:
+    place = tmp_path / "src" / "vllm" / "v1" / "third"
+    place.mkdir(parents=True)
+    for folder in (place, *place.parents[:2]):
+        (folder / "__init__.py").touch()
+    assert dotted(place) == "vllm.v1.third"
 
 
 def test_command_line(into: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

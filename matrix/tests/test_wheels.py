@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from xkv_matrix.findings import MatrixError
-from xkv_matrix.wheels import FOLDER_VARIABLE, fetch, unpack, wheels_folder
+from xkv_matrix.wheels import FOLDER_VARIABLE, fetch, unpack, unpack_whole, wheels_folder
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,6 +94,16 @@ def test_what_is_no_wheel(tmp_path: Path, target: Target) -> None:
         archive.writestr("other/x.py", "")
     with pytest.raises(MatrixError, match="there is no vllm in it"):
         unpack(text, target.sha256)
+
+
+def test_a_whole_wheel_is_a_fork_s_tree(tmp_path: Path, target: Target) -> None:
+    _Index()(target, tmp_path)
+    unpack_whole(tmp_path / target.wheel, tmp_path / "deep" / "tree")
+    assert (tmp_path / "deep" / "tree" / "vllm" / "_C.so").read_text() == "binary"
+    assert (tmp_path / "deep" / "tree" / "other" / "y.py").is_file()
+    (tmp_path / "x.whl").write_text("no archive")
+    with pytest.raises(MatrixError, match="not a wheel that can be unpacked"):
+        unpack_whole(tmp_path / "x.whl", tmp_path / "other")
 
 
 def test_the_folder_of_the_repository_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:

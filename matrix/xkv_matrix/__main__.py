@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import fork, gate
+from . import candidate, fork, gate
 from .check import Places, check, write
 from .findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
 from .table import placed, table_text
 from .targets import TARGETS_FILE, find_target, load_targets
-from .vendor import vendor, vendor_tests
-from .wheels import fetch, unpack
+from .vendor import dotted, vendor, vendor_tests
+from .wheels import fetch, fetch_version, read_wheel, unpack, unpack_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,7 +69,16 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--into", type=Path, required=True, metavar="DIR", help="the folder that gets the package")
     command.add_argument("--as", dest="name", required=True, metavar="PACKAGE", help="the copy's name")
     command.add_argument("--whole", action="store_true", help="the whole stack, not compat alone")
-    command.add_argument("--tests", type=Path, metavar="DIR", help="copy compat's tests, too, speaking of the copy")
+    command.add_argument("--tests", type=Path, metavar="DIR", help="copy the tests, too, speaking of the copy")
+    command = add("unpack", "unpack a release's whole wheel: a fork's tree to be")
+    command.add_argument("release", metavar="TARGET", help="a release of targets.toml")
+    command.add_argument("--into", type=Path, required=True, metavar="DIR", help="a folder that is not there yet")
+    command = add("candidate", "judge a release that has no row yet, against the newest known one")
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--wheel", type=Path, metavar="FILE", help="its wheel")
+    which.add_argument("--version", metavar="V", help="its version, to be fetched")
+    command.add_argument("--into", type=Path, required=True, metavar="DIR", help="where what is found is written")
+    command.add_argument("--no-engine", action="store_true", help="its engine cannot be run on this machine")
     return parser
 
 
@@ -141,10 +150,28 @@ def _table(options: argparse.Namespace) -> int:
 def _vendor(options: argparse.Namespace) -> int:
     places = [vendor(options.into, options.name, whole=options.whole)]
     if options.tests is not None:
-        places.append(vendor_tests(options.tests, options.name))
+        places.append(vendor_tests(options.tests, dotted(places[0]), whole=options.whole))
     lines = [str(place) for place in places]
     _say({"package": options.name, "written": lines} if options.json else None, lines)
     return EXIT_OK
+
+
+def _unpack(options: argparse.Namespace) -> int:
+    target = find_target(options.release, options.targets)
+    if options.into.exists():
+        raise MatrixError(f"--into {options.into}: it is there already")
+    unpack_whole(fetch(target), options.into)
+    _say({"release": target.release, "written": str(options.into)} if options.json else None, (str(options.into),))
+    return EXIT_OK
+
+
+def _candidate(options: argparse.Namespace) -> int:
+    targets = load_targets(options.targets)
+    wheel = read_wheel(options.wheel or fetch_version(candidate.like(targets), options.version))
+    found = candidate.judge(wheel, targets, Places(), is_run=not options.no_engine)
+    candidate.save(found, options.into)
+    _say(found.as_json() if options.json else None, found.as_lines())
+    return EXIT_OK if found.usable else EXIT_FINDINGS
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -154,6 +181,8 @@ COMMANDS: Mapping[str, Command] = {
     "gate": _gate,
     "table": _table,
     "vendor": _vendor,
+    "unpack": _unpack,
+    "candidate": _candidate,
 }
 
 

@@ -56,6 +56,7 @@ class OurClasses:
 
     def __init__(self, folder: Path, names: Mapping[str, str] = OUR_CLASSES) -> None:
         self._classes: dict[str, ast.ClassDef] = {}
+        self._files: dict[str, Path] = {}
         if not folder.is_dir():
             raise MatrixError(f"{folder}: no such folder; our classes are read from there")
         for path in sorted(folder.rglob("*.py")):
@@ -66,6 +67,7 @@ class OurClasses:
             for node in ast.walk(tree):
                 if isinstance(node, ast.ClassDef):
                     self._classes.setdefault(node.name, node)
+                    self._files.setdefault(node.name, path)
         self.names = {role: name for role, name in names.items() if name in self._classes}
         if missing := sorted(set(names.values()) - set(self.names.values())):
             raise MatrixError(f"{folder}: no class {', '.join(missing)} in it")
@@ -80,6 +82,18 @@ class OurClasses:
                 found.append(node)
                 pending.extend(base.id for base in node.bases if isinstance(base, ast.Name))
         return found
+
+    def place(self, role: str, name: str) -> tuple[str, Path]:
+        """Our class that defines a member of a role's, and its file; the role's own class where none does."""
+        lineage = self.lineage(role)
+        for node in lineage:
+            if name in syntax.class_body_names(node) or syntax.assigns_to_self(node, name):
+                return node.name, self._files[node.name]
+        return lineage[0].name, self._files[lineage[0].name]
+
+    def defines(self, role: str, name: str) -> bool:
+        """Whether one of our classes of a role defines a member itself."""
+        return any(name in syntax.class_body_names(node) for node in self.lineage(role))
 
 
 def misfit_key(use: Use) -> str:

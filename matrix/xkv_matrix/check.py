@@ -21,6 +21,7 @@ from .connector import uses_of
 from .extract import contract_text, extract, load_contract
 from .findings import Finding, MatrixError
 from .mutation import mutations
+from .targets import TARGETS_FILE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -44,10 +45,10 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Places:
-    """Where committed facts and our classes lie; the defaults are this repository's."""
+    """Where committed facts and our classes lie; the defaults are beside the rows, and this repository's."""
 
-    contracts: Path = _ROOT / "matrix" / "contracts"
-    expected: Path = _ROOT / "matrix" / "expected"
+    contracts: Path = TARGETS_FILE.parent / "contracts"
+    expected: Path = TARGETS_FILE.parent / "expected"
     ours: Path = _ROOT / "packages" / "xkv-offload" / "src" / "xkv_offload"
 
     def contract(self, target: Target) -> Path:

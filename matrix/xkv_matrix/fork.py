@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .connector import Uses
     from .targets import Target
 
-__all__ = ["Difference", "Judgement", "as_json", "as_lines", "judge"]
+__all__ = ["Difference", "Judgement", "as_json", "as_lines", "difference", "judge"]
 
 NEEDED_ROLES = ("spec", "manager", "worker")  # a connector that calls none of one of these was not found
 
@@ -77,6 +77,11 @@ def _difference(target: Target, features: Mapping[str, bool], expected: Expected
         tuple(name for name in known if features[name] and not expected.features[name]),
         tuple(name for name in known if expected.features[name] and not features[name]),
     )
+
+
+def difference(target: Target, features: Mapping[str, bool], places: Places) -> Difference:
+    """How a tree's features differ from a known row's."""
+    return _difference(target, features, load_expected(places.table(target)))
 
 
 def _module_of(at: str) -> str:

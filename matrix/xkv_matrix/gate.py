@@ -16,7 +16,7 @@ from .extract import load_contract
 from .findings import MatrixError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from .check import Places
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 __all__ = ["FAIL", "MISFIT", "NOT_RUN", "PASS", "Gate", "Row", "Session", "judge", "load_gate", "save_gate"]
 
 PASS, FAIL, NOT_RUN, MISFIT = "pass", "fail", "not run", "misfit"
-SUPPORTED_SESSIONS = ("contracts", "stack")  # whatever else a caller asks for, no supported row passes without these
+# Whatever else a caller asks for, no supported row passes without these.
+SUPPORTED_SESSIONS = ("contracts", "stack", "vendored")
+# A followed row's sources are judged in every run; its stack is reported where it ran on these sources.
 FOLLOWED_SESSIONS = ("contracts",)
+FOLLOWED_IF_RUN = ("stack",)
 FAILURES_SHOWN_MAX = 5  # a reason is read at a glance; the session's own output has them all
 _SESSION = re.compile(r"(?P<name>\w+)(\((?P<target>[^()]+)\))?")
 _TYPES = {"name": str, "outcome": str, "counts": dict, "arguments": list}
@@ -57,12 +60,13 @@ class Session:
 
 @dataclass(frozen=True)
 class Row:
-    """One row's verdict; reasons where it is none of ``pass``."""
+    """One row's verdict; reasons where it is none of ``pass``. ``sessions``: the verdict of each that it has."""
 
     release: str
     status: str
     verdict: str
     reasons: tuple[str, ...]
+    sessions: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ class Gate:
         """The same for people, with the followed rows' reasons, which never block."""
         yield from self.common
         for row in self.rows:
-            yield f"{row.release}  {row.status:9}  {row.verdict}"
+            sessions = ", ".join(f"{name} {verdict}" for name, verdict in row.sessions.items())
+            yield f"{row.release}  {row.status:9}  {row.verdict:7}  {sessions}"
             yield from (f"  {reason}" for reason in row.reasons)
         yield self.verdict
 
@@ -150,17 +155,34 @@ def _stale(target: Target, places: Places) -> Iterator[str]:
         yield f"contract: {path.name} is stale: it was not made from the wheel that the row names"
 
 
-def _row(target: Target, needed: Sequence[Session], results: Path, places: Places, sources: str | None) -> Row:
-    reasons = [*_stale(target, places)]
-    for session in needed:
-        reasons += _against(session, results, sources)
-    if target.status == "followed" and not any(session.file(results).exists() for session in needed):
-        return Row(target.release, target.status, NOT_RUN, tuple(reasons))
+def _is_of(session: Session, results: Path, sources: str | None) -> bool:
+    """Whether a result lies there that was made on these sources."""
+    found = _loaded(session.file(results))
+    return isinstance(found, dict) and sources in {None, found.get("sources")}
+
+
+def _verdict(session: Session, results: Path, reasons: Sequence[str], misfits: Mapping[str, str]) -> str:
     if reasons:
-        return Row(target.release, target.status, FAIL, tuple(reasons))
-    misfits = load_expected(places.table(target)).misfits
+        return FAIL if session.file(results).exists() else NOT_RUN
+    return MISFIT if misfits and session.name == "contracts" else PASS
+
+
+def _row(target: Target, needed: Sequence[Session], results: Path, places: Places, sources: str | None) -> Row:
+    found = {session: tuple(_against(session, results, sources)) for session in needed}
+    stale = tuple(_stale(target, places))
+    reasons = (*stale, *(reason for texts in found.values() for reason in texts))
+    misfits = {} if stale else load_expected(places.table(target)).misfits
     known = tuple(f"{name}: {reason}" for name, reason in sorted(misfits.items()))
-    return Row(target.release, target.status, MISFIT if known else PASS, known)
+    sessions = {session.name: _verdict(session, results, texts, misfits) for session, texts in found.items()}
+    if stale:
+        sessions["contracts"] = FAIL
+    if target.status == "followed" and target.requirements:
+        sessions = {**dict.fromkeys(FOLLOWED_IF_RUN, NOT_RUN), **sessions}
+    if target.status == "followed" and set(sessions.values()) == {NOT_RUN}:
+        verdict = NOT_RUN
+    else:
+        verdict = FAIL if reasons else MISFIT if known else PASS
+    return Row(target.release, target.status, verdict, reasons or known, dict(sorted(sessions.items())))
 
 
 def judge(
@@ -179,6 +201,9 @@ def judge(
         own = SUPPORTED_SESSIONS if target.status == "supported" else FOLLOWED_SESSIONS
         sessions = [Session(name, target.release) for name in own]
         sessions += [session for session in needed if session.target == target.release and session not in sessions]
+        if target.status == "followed":
+            more = [Session(name, target.release) for name in FOLLOWED_IF_RUN]
+            sessions += [session for session in more if session not in sessions and _is_of(session, results, sources)]
         rows.append(_row(target, sessions, results, places, sources))
     common = [text for session in needed if not session.target for text in _against(session, results, sources)]
     return Gate(tuple(rows), tuple(common))
@@ -186,16 +211,29 @@ def judge(
 
 def save_gate(gate: Gate, path: Path) -> None:
     """Write gate.json; nothing in it depends on when or where the gate was asked."""
-    rows = {row.release: {"status": row.status, "verdict": row.verdict, "reasons": row.reasons} for row in gate.rows}
+    rows = {
+        row.release: {
+            "status": row.status,
+            "verdict": row.verdict,
+            "sessions": dict(row.sessions),
+            "reasons": row.reasons,
+        }
+        for row in gate.rows
+    }
     text = json.dumps({"verdict": gate.verdict, "reasons": gate.blocking, "rows": rows}, indent=1)
     path.write_text(f"{text}\n", encoding="utf-8")
 
 
+def _shown(row: Mapping[str, Any]) -> str:
+    """A row's verdict in the README: a followed one's by its sources alone, whatever else ran by chance."""
+    return str(row["verdict"] if row["status"] == "supported" else row["sessions"]["contracts"])
+
+
 def load_gate(path: Path) -> dict[str, str]:
-    """Release → verdict of a gate.json; MatrixError where there is none, or it is malformed."""
+    """Release → the verdict that the README shows, from gate.json; MatrixError where there is none, or no such."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        return {str(release): str(row["verdict"]) for release, row in rows.items()}
+        return {str(release): _shown(row) for release, row in rows.items()}
     except OSError as error:
         raise MatrixError(f"{path}: {error.strerror}; the gate writes it") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -6,6 +6,8 @@ Must not know: wheels, environments and checks.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 from dataclasses import MISSING, dataclass, field, fields
@@ -19,9 +21,13 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["STATUSES", "TARGETS_FILE", "CannotRun", "Target", "find_target", "load_targets"]
+__all__ = [
+    "STATUSES", "TARGETS_FILE", "TARGETS_VARIABLE", "CannotRun", "Target", "checked", "find_target", "load_targets",
+    "row_text",
+]  # fmt: skip
 
-TARGETS_FILE = Path(__file__).resolve().parents[1] / "targets.toml"
+TARGETS_VARIABLE = "XKV_TARGETS"  # names another file of rows: a candidate's, for the tests that ask for their row
+TARGETS_FILE = Path(os.environ.get(TARGETS_VARIABLE) or Path(__file__).resolve().parents[1] / "targets.toml")
 STATUSES = ("supported", "followed")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WHEEL = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.!+]+(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
@@ -104,10 +110,11 @@ def _row(where: str, row: Any) -> Target:
     for name in (*needed, "requirements"):
         if not isinstance(values.get(name, ""), str):
             raise _bad(where, f"{name} must be a string, not {values[name]!r}")
-    return _checked(where, Target(**values))
+    return checked(where, Target(**values))
 
 
-def _checked(where: str, target: Target) -> Target:
+def checked(where: str, target: Target) -> Target:
+    """The row, if its parts go together; MatrixError that begins with where it stands."""
     if target.status not in STATUSES:
         raise _bad(where, f"status {target.status!r} is none of {', '.join(STATUSES)}")
     if not _SHA256.fullmatch(target.sha256):
@@ -147,3 +154,15 @@ def find_target(release: str, path: Path = TARGETS_FILE) -> Target:
         if target.release == release:
             return target
     raise MatrixError(f"no target {release!r}; there are {', '.join(target.release for target in targets)}")
+
+
+def row_text(target: Target) -> str:
+    """A row as the file has it; strings and lists of TOML are written as those of JSON."""
+    lines = ["[[target]]"]
+    for item in fields(Target):
+        value = getattr(target, item.name)
+        if item.name != "cannot_run" and value not in ("", ()):
+            lines.append(f"{item.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
+    for row in target.cannot_run:
+        lines += ["", "[[target.cannot_run]]", f"shape = {json.dumps(row.shape)}", f"error = {json.dumps(row.error)}"]
+    return "\n".join(lines) + "\n"

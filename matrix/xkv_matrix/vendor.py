@@ -10,6 +10,7 @@ import ast
 import hashlib
 import json
 import keyword
+import re
 import shutil
 import subprocess
 import tempfile
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from .findings import MatrixError
 
-__all__ = ["PROVENANCE", "Sources", "vendor", "vendor_tests"]
+__all__ = ["PROVENANCE", "Sources", "dotted", "vendor", "vendor_tests"]
 
 PROVENANCE = "PROVENANCE.json"
 PROVENANCE_FORMAT = 1
@@ -36,6 +37,8 @@ class Sources:
     compat: str = "compat/src/xkv_compat"
     others: tuple[str, ...] = ("packages/xkv-store/src/xkv_store", "packages/xkv-offload/src/xkv_offload")
     tests: str = "compat/tests"
+    whole_tests: tuple[str, ...] = ("packages/xkv-offload/tests", "tests/stand", "tests/vendored")
+    pages: tuple[str, ...] = ("docs/configuration.md",)  # what these tests compare with
 
     @property
     def names(self) -> frozenset[str]:
@@ -164,12 +167,33 @@ def vendor(into: Path, name: str, *, whole: bool = False, sources: Sources | Non
     return place
 
 
-def vendor_tests(into: Path, name: str, sources: Sources | None = None) -> Path:
-    """Copy compat's own tests into a folder, speaking of the copy by its name; the originals are not needed."""
+def dotted(place: Path) -> str:
+    """The name by which a package is imported: with the packages around it, up to the first folder that is none."""
+    parts = [place.name]
+    for folder in place.absolute().parents:
+        if not (folder / "__init__.py").is_file():
+            break
+        parts.insert(0, folder.name)
+    return ".".join(parts)
+
+
+def vendor_tests(into: Path, name: str, *, whole: bool = False, sources: Sources | None = None) -> Path:
+    """Copy the tests of what was copied into a folder, speaking of the copy by its (dotted) name.
+
+    The originals are not needed by what speaks of the copy. Files keep their place below the repository.
+    """
     sources = sources or Sources()
-    original = Path(sources.compat).name
-    for path in _files(sources.root / sources.tests):
-        file = into / path.relative_to(sources.root / sources.tests)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(path.read_text(encoding="utf-8").replace(original, name), encoding="utf-8")
+    room = re.compile(rf"\b({'|'.join(sorted(sources.names if whole else {Path(sources.compat).name}))})\b")
+    copy = rf"{name}.\1" if whole else name
+    for place in sources.whole_tests if whole else (sources.tests,):
+        folder = sources.root / place
+        if not folder.is_dir():
+            raise MatrixError(f"{folder}: no such folder; run this from the repository")
+        for path in _files(folder):
+            file = into / path.relative_to(sources.root)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(room.sub(copy, path.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in sources.pages if whole else ():
+        (into / page).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(sources.root / page, into / page)
     return into

@@ -1,4 +1,4 @@
-"""The releases' wheels: fetched by name, checked by hash, and unpacked as far as their Python sources go.
+"""The releases' wheels: fetched by name, checked by hash, what they say of themselves, and their trees.
 
 Owns: the folder of wheels and the trees unpacked beside them. Must not know: what is read from the trees.
 """
@@ -8,11 +8,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from dataclasses import dataclass, replace
+from email import message_from_string
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -23,12 +26,16 @@ if TYPE_CHECKING:
 
     from .targets import Target
 
-__all__ = ["FOLDER_VARIABLE", "fetch", "pip_download", "unpack", "wheels_folder"]
+__all__ = [
+    "FOLDER_VARIABLE", "Wheel", "fetch", "fetch_version", "pip_download", "read_wheel", "unpack", "unpack_whole",
+    "wheels_folder",
+]  # fmt: skip
 
 FOLDER_VARIABLE = "XKV_WHEELS"
 FETCH_SECONDS_MAX = 900  # the largest wheel is some 340 MB; a slow line still gets it in this time
 _READ_BYTES = 1 << 20
 _DONE = "complete"
+_EXTRA = re.compile(r";.*\bextra\s*==")
 
 
 def wheels_folder() -> Path:
@@ -59,6 +66,8 @@ def _pip() -> list[str]:
 
 def pip_download(target: Target, folder: Path) -> None:
     """Fetch the target's wheel into a folder by pip, whatever Python runs this; MatrixError when that fails."""
+    if target.version.startswith("-") or not target.version.isascii():  # never an option of pip's
+        raise MatrixError(f"{target.version!r} is no version")
     tag, abi, platform = target.wheel.removesuffix(".whl").rsplit("-", 3)[1:]
     command = [
         *_pip(), "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder),
@@ -94,6 +103,64 @@ def fetch(target: Target, download: Callable[[Target, Path], None] = pip_downloa
     return path
 
 
+def fetch_version(like: Target, version: str, download: Callable[[Target, Path], None] = pip_download) -> Path:
+    """A version's wheel, for the platform of a known row's; fetched where it is not there yet, of any hash."""
+    folder = wheels_folder()
+    name = f"{like.package.replace('-', '_')}-{version}-*.whl"
+    if found := sorted(folder.glob(name)):
+        return found[0]
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:
+        asked = replace(like, version=version, wheel=like.wheel.replace(like.version, version))
+        download(asked, Path(fresh))
+        found = sorted(Path(fresh).glob(name))
+        if not found:
+            raise MatrixError(f"{like.package} {version}: the index gave no such wheel")
+        return found[0].replace(folder / found[0].name)
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A wheel's file, and what it says of itself. ``requires``: what it needs beside its extras."""
+
+    path: Path
+    sha256: str
+    package: str
+    version: str
+    requires: tuple[str, ...]
+
+
+def read_wheel(path: Path) -> Wheel:
+    """What a wheel's own metadata says; MatrixError where the file is none, or has no vllm in it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            found = [name for name in names if name.endswith(".dist-info/METADATA") and name.count("/") == 1]
+            text = archive.read(found[0]).decode() if len(found) == 1 else ""
+    except OSError as error:
+        raise MatrixError(f"{path}: {error.strerror}") from error
+    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
+        raise MatrixError(f"{path}: not a wheel: {error}") from error
+    facts = message_from_string(text)
+    package, version = facts.get("Name", ""), facts.get("Version", "")
+    if not package or not version or not path.name.endswith(".whl"):
+        raise MatrixError(f"{path}: not a wheel: it does not say what it is a wheel of")
+    if "vllm/__init__.py" not in names:
+        raise MatrixError(f"{path}: there is no vllm in it")
+    requires = [str(line) for line in facts.get_all("Requires-Dist", [])]
+    return Wheel(path, _digest(path), package, version, tuple(line for line in requires if not _EXTRA.search(line)))
+
+
+def unpack_whole(wheel: Path, into: Path) -> None:
+    """Unpack everything that would be installed, as a fork's own tree would have it after building."""
+    into.mkdir(parents=True)
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extractall(into)
+    except (zipfile.BadZipFile, OSError) as error:
+        raise MatrixError(f"{wheel}: not a wheel that can be unpacked: {error}") from error
+
+
 def _python_members(archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
     return [
         member
@@ -105,11 +172,12 @@ def _python_members(archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
 
 
 def unpack(wheel: Path, sha256: str) -> Path:
-    """The folder that holds the wheel's ``vllm/**/*.py``, unpacked beside it the first time."""
-    tree = wheel.parent / f"{wheel.name.split('-', 2)[1]}-{sha256[:12]}"
+    """The folder that holds the wheel's ``vllm/**/*.py``, unpacked among the wheels the first time."""
+    tree = wheels_folder() / f"{wheel.name.split('-', 2)[1]}-{sha256[:12]}"
     if (tree / _DONE).is_file():
         return tree
-    with tempfile.TemporaryDirectory(dir=wheel.parent) as folder:
+    tree.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
         fresh = Path(folder) / "tree"
         try:
             with zipfile.ZipFile(wheel) as archive:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from harness import release
+from harness.forward import Turn
 from harness.story import Story
 from harness.worker import Load, Rank, load_of
 
@@ -43,13 +44,15 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step was about. Jobs by number."""
+    """What one step was about. Jobs by number; `load_ends`: the tokens of a load's request once it has ended."""
 
     scheduled: Any
     load_jobs: dict[int, Any]
     store_jobs: dict[int, Any]
     flushed: frozenset[int]
     preempted: frozenset[str]
+    turn: Turn
+    load_ends: dict[int, int] = field(default_factory=dict)
 
 
 class Engine:
@@ -61,6 +64,7 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._stories: dict[str, Story] = {}
         self.steps: list[Step] = []
+        self._heard = -1  # the number of the last step whose outcome the scheduler knows
         self.ranks: list[Rank] = []
         try:
             # Workers first, as the engine core does: they publish what the scheduler adopts.
@@ -81,7 +85,7 @@ class Engine:
         hash_function = names.hash_function(config.cache_config.prefix_caching_hash_algo)
         names.kv_cache_utils.init_none_hash(hash_function)
         self._block_hasher = names.kv_cache_utils.get_request_block_hasher(hash_block_size, hash_function)
-        self.scheduler = names.Scheduler(
+        self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
             kv_cache_config=cache_config,
             structured_output_manager=names.StructuredOutputManager(config),
@@ -127,6 +131,14 @@ class Engine:
 
     def step(self, *, before_execute: Callable[[Step], None] | None = None) -> Step:
         """One step: schedule, execute on every rank, update. Every byte of every rank is compared in it."""
+        step = self.schedule()
+        if before_execute is not None:
+            before_execute(step)
+        self.update(step, self.execute(step))
+        return step
+
+    def schedule(self) -> Step:
+        """The first third of a step: what the scheduler has decided."""
         scheduled = self.scheduler.schedule()
         metadata = scheduled.kv_connector_metadata
         step = Step(
@@ -135,29 +147,39 @@ class Engine:
             dict(metadata.store_jobs),
             frozenset(metadata.jobs_to_flush or ()),
             frozenset(scheduled.preempted_req_ids or ()),
+            Turn(number=len(self.steps), heard=self._heard),
         )
         self.steps.append(step)
         self._note(step)
-        if before_execute is not None:
-            before_execute(step)
+        return step
+
+    def execute(self, step: Step) -> Any:
+        """The second third: what the ranks did and said, as one output."""
+        scheduled = step.scheduled
+        metadata = scheduled.kv_connector_metadata
         # Each process has its own metadata; in one process the ranks must not see what another took out.
         outputs = []
         for rank in self.ranks:
             scheduled.kv_connector_metadata = _own_copy(metadata, step)
-            outputs.append(rank.execute(scheduled))
+            outputs.append(rank.execute(scheduled, step.turn, step.load_ends))
         scheduled.kv_connector_metadata = metadata
-        output = outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
-        for core_outputs in self.scheduler.update_from_output(scheduled, output).values():
+        return outputs[0] if len(outputs) == 1 else self._aggregator.aggregate(outputs)
+
+    def update(self, step: Step, output: Any) -> None:
+        """The last third: the scheduler hears what the ranks said."""
+        for core_outputs in self.scheduler.update_from_output(step.scheduled, output).values():
             for one in core_outputs.outputs:
                 self._hear(one)
-        return step
+        self._heard = step.turn.number
 
     def _note(self, step: Step) -> None:
         """Check that loads go exactly where the scheduler's own block tables say, and count."""
         for req_id, tokens in step.scheduled.num_scheduled_tokens.items():
             self.requests[req_id].computed_tokens += tokens
-        for job in step.load_jobs.values():
-            load = load_of(job)
+        for job_id, job in step.load_jobs.items():
+            inside = step.scheduled.num_scheduled_tokens.get(job.req_id, 0)  # counted as computed already
+            step.load_ends[job_id] = self.scheduler.requests[job.req_id].num_computed_tokens - inside
+            load = load_of(job, groups=release.offloaded_groups(self.shape), end=step.load_ends[job_id])
             tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
             for one in load.blocks:
                 assert one.block == tables[one.group][one.index] != 0

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from harness.shapes import GUARD_BYTES
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -44,7 +46,7 @@ class RankMemory:
     def rows(self, layer: str, block: int) -> Bytes:
         """A layer's page by token."""
         group = self._shape.groups[self._shape.group_of(layer)]
-        return self.page(layer, block).reshape(group.block_tokens, group.row_bytes)
+        return self.page(layer, block).reshape(group.page_rows, group.row_bytes)
 
     def write(self, layer: str, block: int, first_row: int, rows: Bytes) -> None:
         """Write tokens' rows, as a forward pass does."""
@@ -54,12 +56,29 @@ class RankMemory:
         self._expected[start : start + rows.size] = rows.reshape(-1)
 
     def expect(self, layer: str, block: int, content: Bytes) -> None:
-        """From now on, this page must be `content` (a load has brought it)."""
-        self._expected[self._place(layer, block)] = content.reshape(-1)
+        """From now on, this page must begin with `content` (a load has brought it), and stay as it is after that."""
+        self.accept(layer, block)
+        start = self._place(layer, block).start
+        self._expected[start : start + content.size] = content.reshape(-1)
 
     def accept(self, layer: str, block: int) -> None:
-        """Whatever this page is now is right (a load into it has failed, so nobody may rely on it)."""
-        self._expected[self._place(layer, block)] = self.page(layer, block)
+        """Whatever a load has made of this page is right (it has failed, so nobody may rely on it)."""
+        place = self._moved(layer, block)
+        self._expected[place] = self.bytes[place]
+
+    def copy(self, source: int, destination: int) -> None:
+        """Copy a block in every layer, paddings included, as a model runner does before a block is shared no more."""
+        for layer, offset in self._offsets.items():
+            group = self._shape.groups[self._shape.group_of(layer)]
+            stride = self._shape.page_stride(layer)
+            for memory in (self.bytes, self._expected):
+                start, end = offset + source * stride, offset + destination * stride
+                memory[end : end + group.stride_bytes] = memory[start : start + group.stride_bytes]
+
+    def clear(self, layer: str, block: int) -> None:
+        """Write zeros, as a model runner does to a new block of an attention layer in a model with states."""
+        place = self._place(layer, block)
+        self.bytes[place] = self._expected[place] = 0
 
     def poison(self, blocks: Iterable[int], *, seed: int) -> None:
         """Overwrite these blocks in every layer, padding excepted."""
@@ -75,15 +94,23 @@ class RankMemory:
         """
         now = self.bytes.copy()  # a copy thread may be writing into the pages that are being filled
         for layer, block in filling:
-            place = self._place(layer, block)
+            place = self._moved(layer, block)
             self._expected[place] = now[place]
         if not np.array_equal(now, self._expected):
             raise PagesError("; ".join(self._differences(now)))
 
     def _place(self, layer: str, block: int) -> slice:
+        """The bytes of a layer's page that mean something."""
         group = self._shape.groups[self._shape.group_of(layer)]
-        start = self._offsets[layer] + block * group.stride_bytes
+        start = self._offsets[layer] + block * self._shape.page_stride(layer)
         return slice(start, start + group.page_bytes)
+
+    def _moved(self, layer: str, block: int) -> slice:
+        """What a load of this page may write: the page, or all that is packed with it."""
+        if not self._shape.packed:
+            return self._place(layer, block)
+        start = GUARD_BYTES + block * self._shape.packed_bytes
+        return slice(start, start + self._shape.packed_bytes)
 
     def _differences(self, now: Bytes) -> list[str]:
         different = np.flatnonzero(now != self._expected)
@@ -96,10 +123,10 @@ class RankMemory:
 
     def _name(self, at: int) -> str:
         for layers in self._shape.regions():
-            group = self._shape.groups[self._shape.group_of(layers[0])]
-            block, byte = divmod(at - self._offsets[layers[0]], group.stride_bytes)
-            if 0 <= block < self._shape.blocks:
-                part = "padding" if byte >= group.page_bytes else "page"
+            groups = [self._shape.groups[self._shape.group_of(layer)] for layer in layers]
+            block, byte = divmod(at - self._offsets[layers[0]], self._shape.page_stride(layers[0]))
+            if 0 <= block < self._shape.blocks and byte < groups[0].stride_bytes:
+                part = "padding" if byte >= max(group.page_bytes for group in groups) else "page"
                 return f"{part} of {'/'.join(layers)}, block {block}"
         return "guard bytes"
 

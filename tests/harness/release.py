@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import os
 import warnings
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from harness.shapes import ELEMENT_BYTES
+from harness.shapes import ELEMENT_BYTES, GUARD_BYTES
 from xkv_compat.features import detect_live
 from xkv_offload.failures import choose
 
@@ -63,6 +64,7 @@ _PLACES = {
     "kv": "vllm.v1.kv_cache_interface",
     "kv_cache_utils": "vllm.v1.core.kv_cache_utils",
     "hash_function": "vllm.utils.hashing:get_hash_fn_by_name",
+    "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "SchedulerOutput": "vllm.v1.core.sched.output:SchedulerOutput",
     "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
@@ -86,6 +88,7 @@ class Names:
     kv: Any
     kv_cache_utils: Any
     hash_function: Any
+    KVCacheManager: Any
     Scheduler: Any
     SchedulerOutput: Any
     StructuredOutputManager: Any
@@ -101,7 +104,12 @@ class Names:
 
 @cache
 def names() -> Names:
-    """Import vLLM, once in a process (12 to 30 s), and let it know the stand-in model's class."""
+    """Import vLLM, once in a process (12 to 30 s), and let it know the stand-in model's class.
+
+    Pages lie in host memory, so its platform must be the CPU's. A wheel built for GPUs takes that for its platform
+    only if it is told to, and without a driver it finds none at all; older releases and CPU wheels do not ask.
+    """
+    os.environ["VLLM_TARGET_DEVICE"] = "cpu"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # vLLM's and torch's own, at import
         found = {name: _imported(place) for name, place in _PLACES.items()}
@@ -154,7 +162,7 @@ def loads_after_forward() -> bool:
 
 def channel(shape: Shape) -> str:
     """How this release hears of a failed load with these groups and ranks."""
-    full_attention = tuple(group.window is None for group in shape.groups)
+    full_attention = tuple(shape.groups[group].kind in ("full", "mla") for group in offloaded_groups(shape))
     return choose(features=detect_live(), full_attention=full_attention, world_size=shape.ranks).channel
 
 
@@ -167,6 +175,40 @@ def take_transfer_results(connector: Any, finished_req_ids: set[str], output: An
     output.finished_sending, output.finished_recving = results.finished_sending, results.finished_recving
     output.failed_recving = results.failed_recving
     return set(results.failed_recving)
+
+
+def block_copies(scheduled: Any) -> list[Any]:
+    """The blocks that a model runner copies before the step; older releases share no block that is written again."""
+    named = "kv_cache_block_copies" in _field_names(names().SchedulerOutput)
+    return list(scheduled.kv_cache_block_copies or ()) if named else []
+
+
+def sides(job: Any) -> tuple[Any, Any]:
+    """Where a transfer job's bytes come from and where they go; releases with handlers keep the two together."""
+    return tuple(job.transfer_spec) if "transfer_spec" in _field_names(type(job)) else (job.src_spec, job.dst_spec)
+
+
+def stores_tails() -> bool:
+    """Whether the state inside the prompt's last block may be stored."""
+    return not _field_names(names().SchedulerOutput).isdisjoint({"partial_tail_offloads", "kv_connector_block_state"})
+
+
+def hands_states_over() -> bool:
+    """Whether states are stored one by one, as the scheduler hands them over, not from the block table."""
+    return "kv_connector_block_state" in _field_names(names().SchedulerOutput)
+
+
+def reconciles_hits() -> bool:
+    """Whether groups with local hits of unequal length agree on one where the connector has nothing to add.
+
+    The same releases have mended the count of a window's blocks in a load.
+    """
+    return "get_computed_blocks_for_connector" in vars(names().KVCacheManager)
+
+
+def loads_inside_step(job: Any) -> bool:
+    """Whether this load must be over before the forward pass of its step, by the job's own word if it has one."""
+    return "sync" in _field_names(type(job)) and bool(job.sync)
 
 
 # --- configuration ----------------------------------------------------------------------------------------------
@@ -182,6 +224,7 @@ class Launch:
     failure_policy: str = "recompute"
     batch_tokens: int = 2048
     requests_max: int = 8
+    async_scheduling: bool = False
 
 
 def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
@@ -198,8 +241,8 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
         kv_load_failure_policy=launch.failure_policy,
         kv_connector_extra_config={
             "spec_name": "XkvOffloadingSpec",
-            "spec_module_path": "xkv_offload",
-            "blocks_per_chunk": shape.blocks_per_chunk,
+            "spec_module_path": "harness.recorded",
+            **_chunk(shape),
             "xkv.weights_fingerprint": "harness",
             **launch.extra,
         },
@@ -225,14 +268,35 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
         kv_transfer_config=transfer,
     )
     made.cache_config.block_size = min(group.block_tokens for group in shape.groups)
+    made.cache_config.prefix_match_unit = shape.hash_tokens
+    made.cache_config.mamba_cache_mode = next(
+        (group.state_mode for group in shape.groups if group.kind == "mamba"), "none"
+    )
+    if shape.speculative:
+        # An n-gram's, which needs no draft model; the scheduler asks for its method alone.
+        made.speculative_config = config.SpeculativeConfig(
+            method="ngram", num_speculative_tokens=1, prompt_lookup_max=2
+        )
+        made.speculative_config.method = "mtp"
     made.cache_config.enable_prefix_caching = True
     made.cache_config.num_gpu_blocks = shape.blocks
     made.scheduler_config.enable_chunked_prefill = True
+    made.scheduler_config.max_num_batched_tokens = launch.batch_tokens
+    made.scheduler_config.async_scheduling = launch.async_scheduling  # which the CPU platform switches off
     made.parallel_config.rank = rank
     context = made.compilation_config.static_forward_context
     for group in shape.groups:
         context.update({layer: _Layer(group) for layer in group.layers})
     return made
+
+
+def _chunk(shape: Shape) -> dict[str, int]:
+    """The chunk in blocks, or in tokens where a release reads nothing else (and refuses blocks of several sizes)."""
+    if detect_live()["blocks_per_chunk_key"]:
+        return {"blocks_per_chunk": shape.blocks_per_chunk}
+    if shape.blocks_per_chunk == 1:
+        return {}
+    return {"block_size": shape.blocks_per_chunk * min(group.block_tokens for group in shape.groups)}
 
 
 def _model_folder(parent: Path, *, is_mla: bool) -> Path:
@@ -260,20 +324,56 @@ class _Layer:
 def kv_spec(group: Group) -> Any:
     """The spec of a group's layers; its page size is the one that the harness reckons with."""
     found, torch = names().kv, names().torch
+    padded = group.stride_bytes if group.padding_bytes else None
+    if group.kind == "mamba":
+        spec = found.MambaSpec(
+            block_size=group.block_tokens,
+            shapes=tuple((elements,) for elements in _state_elements(group)),
+            dtypes=(torch.float32, torch.float32),
+            page_size_padded=padded,
+            mamba_cache_mode=group.state_mode,
+        )
+        assert spec.page_size_bytes == group.stride_bytes
+        return spec
     common: dict[str, Any] = {
         "block_size": group.block_tokens,
         "num_kv_heads": group.heads,
         "dtype": torch.float32,
-        "page_size_padded": group.stride_bytes if group.padding_bytes else None,
+        "page_size_padded": padded,
     }
     if group.kind == "mla":
         spec = found.MLAAttentionSpec(head_size=group.head_elements, **common)
+    elif group.kind == "ring":
+        spec = found.CircularBufferSpec(head_size=group.head_elements // 2, **common)
     elif group.kind == "full":
         spec = found.FullAttentionSpec(head_size=group.head_elements // 2, **common)
     else:
         spec = found.SlidingWindowSpec(head_size=group.head_elements // 2, sliding_window=group.window, **common)
     assert spec.page_size_bytes == group.stride_bytes
     return spec
+
+
+def _state_elements(group: Group) -> tuple[int, int]:
+    """A Mamba state's two parts, as of convolution and recurrence."""
+    return group.head_elements // 4, group.head_elements - group.head_elements // 4
+
+
+def has_rings() -> bool:
+    """Whether there are groups that are no part of a prefix."""
+    return "CircularBufferSpec" in vars(names().kv)
+
+
+def leaves_groups_out() -> bool:
+    """Whether the connector is kept from groups that are no part of a prefix: positions are no group numbers then."""
+    return has_rings() and "prefix_cacheable_group_ids" in vars(names().kv.KVCacheConfig)
+
+
+@cache
+def offloaded_groups(shape: Shape) -> tuple[int, ...]:
+    """The numbers of the groups in a job's order."""
+    if leaves_groups_out():
+        return tuple(kv_cache_config(shape).prefix_cacheable_group_ids)
+    return tuple(range(len(shape.groups)))
 
 
 def kv_cache_config(shape: Shape) -> Any:
@@ -284,7 +384,10 @@ def kv_cache_config(shape: Shape) -> Any:
         num_blocks=shape.blocks,
         kv_cache_tensors=_tensor_places(shape),
         kv_cache_groups=[
-            kv.KVCacheGroupSpec(layer_names=list(group.layers), kv_cache_spec=kv_spec(group)) for group in shape.groups
+            kv.KVCacheGroupSpec(
+                layer_names=list(group.layers), kv_cache_spec=kv_spec(group), is_eagle_group=group.is_draft
+            )
+            for group in shape.groups
         ],
         **named_layout,
     )
@@ -293,24 +396,41 @@ def kv_cache_config(shape: Shape) -> Any:
 def _tensor_places(shape: Shape) -> list[Any]:
     """One KVCacheTensor per region, or one per layer where a release describes layers within one allocation."""
     kind = names().kv.KVCacheTensor
+    offsets = shape.offsets()
     if "shared_by" in _field_names(kind):
-        return [kind(size=shape.region_bytes(layers), shared_by=list(layers)) for layers in shape.regions()]
+        if not shape.packed:
+            return [kind(size=shape.region_bytes(layers), shared_by=list(layers)) for layers in shape.regions()]
+        return [
+            kind(
+                size=shape.blocks * shape.packed_bytes,
+                shared_by=list(layers),
+                offset=offsets[layers[0]] - GUARD_BYTES,
+                block_stride=shape.packed_bytes,
+            )
+            for layers in shape.regions()
+        ]
     return [
         kind(
-            size=shape.memory_bytes,
+            size=shape.blocks * shape.packed_bytes if shape.packed else shape.memory_bytes,
             layers=[layer],
             layer_stride=shape.region_bytes((layer,)),
-            block_stride=shape.groups[shape.group_of(layer)].stride_bytes,
-            offset=offset,
+            block_stride=shape.page_stride(layer),
+            offset=offset - GUARD_BYTES if shape.packed else offset,
         )
-        for layer, offset in shape.offsets().items()
+        for layer, offset in offsets.items()
     ]
 
 
 def kv_tensors(shape: Shape, memory: Bytes) -> dict[str, Any]:
-    """Each layer's tensor, a view into the rank's one allocation, shaped as this release's model runner does."""
-    torch, kv = names().torch, names().kv
-    raw = torch.from_numpy(memory).view(torch.int8)
+    """Each layer's tensor, a view into the rank's one allocation, shaped as this release's model runner does.
+
+    Where vLLM reads a storage from its beginning, the tensor's storage is the part of the allocation without guards.
+    """
+    kv = names().kv
+    start = 0
+    if shape.packed:
+        start, memory = GUARD_BYTES, memory[GUARD_BYTES : len(memory) - GUARD_BYTES]
+    raw = names().torch.from_numpy(memory).view(names().torch.int8)
     if "shared_by" not in _field_names(kv.KVCacheTensor):
         found: dict[str, Any] = {}
         for place in _tensor_places(shape):
@@ -318,16 +438,27 @@ def kv_tensors(shape: Shape, memory: Bytes) -> dict[str, Any]:
             views = kv.create_kv_cache_views(raw, kv_spec(group), shape.blocks, kv.KVCacheLayout[LAYOUT], place)
             found.update(zip(place.layers, views, strict=True))
         return found
-    return {
-        layer: _view(raw, shape.groups[shape.group_of(layer)], shape.blocks, offset)
-        for layer, offset in shape.offsets().items()
-    }
+    return {layer: _view(raw, shape, layer, offset - start) for layer, offset in shape.offsets().items()}
 
 
-def _view(raw: Any, group: Group, blocks: int, offset: int) -> Any:
-    """(blocks, tokens, latent) for MLA, (blocks, heads, tokens, K and V) for the CPU's attention."""
-    rows = raw.as_strided((blocks, group.page_bytes), (group.stride_bytes, 1), offset).view(names().torch.float32)
+def _view(raw: Any, shape: Shape, layer: str, offset: int) -> Any:
+    """(blocks, tokens, latent) for MLA, (blocks, heads, tokens, K and V) for the CPU's attention; for Mamba the pages
+    as bytes, or the states one by one.
+    """
+    group = shape.groups[shape.group_of(layer)]
+    if group.kind == "mamba":
+        pages = names().torch.from_numpy(raw.numpy()[offset : offset + shape.blocks * group.stride_bytes])
+        return pages if detect_live()["canonical_mapping"] else _states(pages, group, shape.blocks)
+    rows = raw.as_strided((shape.blocks, group.page_bytes), (shape.page_stride(layer), 1), offset)
+    rows = rows.view(names().torch.float32)
     assert rows.shape[1] * ELEMENT_BYTES == group.page_bytes
     if group.kind == "mla":
         return rows.unflatten(1, (group.block_tokens, group.head_elements))
     return rows.unflatten(1, (group.heads, group.block_tokens, group.head_elements))
+
+
+def _states(pages: Any, group: Group, blocks: int) -> list[Any]:
+    """Both parts of the states, as tensors on the pages' storage."""
+    rows = pages.view(names().torch.float32).unflatten(0, (blocks, -1))
+    first, second = _state_elements(group)
+    return [rows[:, :first], rows[:, first : first + second]]

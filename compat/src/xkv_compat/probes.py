@@ -244,6 +244,13 @@ FEATURES: tuple[Feature, ...] = (
         "chunks of several groups may have holes: see the valid-block masks",
     ),
     Feature(
+        "window_store_mask",
+        Probe(Kind.CALL, f"{_OFFLOADING}.scheduler", "reachable_block_mask", "manager_cls"),
+        "0.30",
+        "of a sliding window's chunks only those are offered that a hit at the prompt's end can need",
+        "all of a sliding window's chunks are offered",
+    ),
+    Feature(
         "finish_commit_clamp",
         AnyOf((_HAS_GROUP_ID, _NO_FINISH_PASS)),
         "not 0.26 to 0.29",

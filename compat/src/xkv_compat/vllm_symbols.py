@@ -35,6 +35,7 @@ __all__ = [
     "none_hash_is_stable",
     "offloading_config_view",
     "offloading_connector_class",
+    "schedules_ahead",
     "vllm_version_text",
 ]
 
@@ -173,6 +174,11 @@ def kv_load_failure_policy(vllm_config: Any) -> str:
 def kv_role(vllm_config: Any) -> str:
     """``kv_both``, ``kv_producer`` or ``kv_consumer``."""
     return str(vllm_config.kv_transfer_config.kv_role)
+
+
+def schedules_ahead(vllm_config: Any) -> bool:
+    """Whether vLLM decides on a step before it has heard of the one before it (async scheduling)."""
+    return vllm_config.scheduler_config.async_scheduling is not False
 
 
 def offloading_connector_class() -> Any:

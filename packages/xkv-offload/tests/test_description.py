@@ -11,7 +11,12 @@ from xkv_offload.config import parse
 from xkv_offload.description import GroupKind, check_room, check_supported, compact, describe, is_replicated, kinds
 from xkv_store.errors import UserError
 
-FEATURES = {"blocks_per_chunk_key": True, "finish_commit_clamp": False, "tagged_hash_extras": False}
+FEATURES = {
+    "blocks_per_chunk_key": True,
+    "finish_commit_clamp": False,
+    "sync_loads": False,
+    "tagged_hash_extras": False,
+}
 
 
 def view(**changes: Any) -> ConfigView:

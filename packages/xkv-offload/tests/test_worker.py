@@ -450,8 +450,59 @@ def test_an_expedited_load_is_given_up_at_its_deadline(gateway: GatewayProcess, 
         assert finish(worker, 0).success
         assert worker.context.failures.take() == set(range(1, 1 + BPC))
         gateway.let_go("get.before_read")
+        assert not worker.get_finished()  # a step, and one that was scheduled ahead: what they computed is not stored
+        assert not worker.get_finished()
         store(worker, [5])
         check(loaded, loaded, {})
+
+
+def test_what_may_follow_from_a_failed_expedited_load_is_not_stored(gateway: GatewayProcess, tmp_path: Path) -> None:
+    # The forward pass has read its pages, and so may one that vLLM had scheduled by then: whichever requests' they are.
+    with worker_on(tmp_path) as (worker, _):
+        worker.submit_load(0, spec([9]), whole(1, 1), expedited=True)
+        worker.wait({0})
+        (result,) = worker.get_finished()
+        assert result.success
+        assert worker.context.failures.take() == {1, 2, 3, 4}
+        for job in (1, 2, 3):
+            worker.submit_store(job, whole(5, 1), spec([job]))
+            worker.wait({job})
+            assert [one.job_id for one in worker.get_finished()] == [job]
+        until_confirmed(1)
+        assert PROCESS_COUNTERS["suspect_chunks"] == 2
+        assert PROCESS_COUNTERS["store_objects"] == 1
+
+
+def test_a_failed_load_that_nobody_waited_for_spoils_nothing(gateway: GatewayProcess, tmp_path: Path) -> None:
+    with worker_on(tmp_path) as (worker, _):
+        worker.submit_load(0, spec([9]), whole(1, 1))
+        assert finish(worker, 0).success
+        store(worker, [1])
+        assert PROCESS_COUNTERS["suspect_chunks"] == 0
+
+
+def test_an_expedited_copy_that_outlasts_the_wait_ends_the_engine(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The forward pass has begun, and nobody can tell what it has read.
+    monkeypatch.setattr(worker_module, "WAIT_SECONDS_MAX", 0.1)
+    go_on = threading.Event()
+    real = HostMover.scatter
+
+    def slow(self: HostMover, move: Move) -> None:
+        assert go_on.wait(DEADLINE_S)
+        real(self, move)
+
+    monkeypatch.setattr(HostMover, "scatter", slow)
+    with worker_on(tmp_path) as (worker, _):
+        store(worker, [1])
+        worker.submit_load(1, spec([1]), whole(9, 1), expedited=True)
+        worker.wait({1})
+        with pytest.raises(LoadFailedError, match="did not end its copy"):
+            worker.get_finished()
+        go_on.set()
+    assert PROCESS_COUNTERS["worker_errors"] == 1
+    PROCESS_COUNTERS["worker_errors"] = 0
 
 
 def test_a_dead_gateway_costs_misses_and_nothing_else(gateway: GatewayProcess, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from xkv_store.errors import UserError
 from xkv_store.geometry import Geometry
 from xkv_store.wire import SLOTS_PER_OBJECT_MAX
 
+from . import sync_loads
 from .config import Config
 from .identity import Descriptor, canonical
 from .layout import ObjectLayout, Page, group_layouts
@@ -40,6 +41,7 @@ def check_supported(view: ConfigView, config: Config, features: Mapping[str, boo
     """
     if not features["blocks_per_chunk_key"]:
         _check_chunk(view)
+    sync_loads.check_shape(view, features)
     for name, size in (
         ("pipeline_parallel_size", view.pp_size),
         ("prefill_context_parallel_size", view.pcp_size),

@@ -31,11 +31,18 @@ class Plan:
 def choose(*, features: Mapping[str, bool], full_attention: tuple[bool, ...], world_size: int) -> Plan:
     """The channel for an engine with these groups (position → is it full attention) on this vLLM.
 
-    Request errors serve every engine. Block errors are survivable for one full-attention group, with one rank or
-    where aborts are safe. Elsewhere hits are verified before they are given, so that no load can fail (ADR 0007).
+    Request errors serve every engine; else `by_blocks`.
     """
     if features["request_error_reporting"]:
         return Plan("request_errors", "")
+    return by_blocks(features=features, full_attention=full_attention, world_size=world_size)
+
+
+def by_blocks(*, features: Mapping[str, bool], full_attention: tuple[bool, ...], world_size: int) -> Plan:
+    """Block errors where the engine survives them: one full-attention group, one rank or an abort that is safe.
+
+    Elsewhere hits are verified before they are given, so that no load can fail (ADR 0007).
+    """
     if not features["block_error_reporting"]:
         return Plan("verified", "this vLLM does not collect load errors from its connector")
     if len(full_attention) != 1:

@@ -21,6 +21,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "load_timeouts": ("Load jobs that took longer than xkv.load_timeout_ms", "worker"),
     "shed_objects": ("Objects not stored for want of a ring slot", "worker"),
     "partial_chunks": ("Chunks not stored because they were not certainly whole", "worker"),
+    "suspect_chunks": ("Chunks not stored because they may follow from a load that failed inside a step", "worker"),
     "worker_errors": ("Errors inside the worker that were kept from vLLM", "worker"),
     "lookup_hits": ("Lookups answered with a hit", "manager"),
     "lookup_misses": ("Lookups answered with a miss", "manager"),

@@ -14,19 +14,21 @@ from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import (
     current_vllm_config,
     framework,
+    kv_load_failure_policy,
     kv_role,
     layer_specs,
     model_config_facts,
     none_hash_is_stable,
     offloading_config_view,
     offloading_connector_class,
+    schedules_ahead,
     vllm_version_text,
 )
 from xkv_store.client import Client
 from xkv_store.geometry import HEADER_BYTES
 from xkv_store.ring import regions, staged_slots
 
-from . import description, failures, identity
+from . import description, failures, identity, sync_loads
 from .attachment import SchedulerCard, StagedReads, attachment
 from .config import parse
 from .copy import make_mover
@@ -141,12 +143,20 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         started = time.monotonic()
         layers = layer_specs(vllm_config)
         group_kinds = description.kinds(view, layers)
-        replicated = description.is_replicated(view, config, group_kinds)
+        full_attention = tuple(kind.full_attention for kind in group_kinds or ()) or (False,) * len(view.groups)
         failure_plan = failures.choose(
-            features=self._features,
-            full_attention=tuple(kind.full_attention for kind in group_kinds or ()) or (False,) * len(view.groups),
-            world_size=view.world_size,
+            features=self._features, full_attention=full_attention, world_size=view.world_size
         )
+        sync_loads.check_launch(
+            view,
+            self._features,
+            plan=failures.by_blocks(
+                features=self._features, full_attention=full_attention, world_size=view.world_size
+            ),
+            schedules_ahead=schedules_ahead(vllm_config),
+            failure_policy=kv_load_failure_policy(vllm_config),
+        )
+        replicated = description.is_replicated(view, config, group_kinds)
         staged_bytes = config.staged_bytes if failure_plan.channel == "verified" else 0
         described = description.describe(
             view=view,

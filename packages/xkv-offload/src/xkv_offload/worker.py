@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS_MAX = 30.0  # for copies out of or into KV pages, which move at memory speed: longer is a fault
 SHUTDOWN_SECONDS_MAX = 10.0  # for the copy thread to end
+SUSPECT_STEPS = 2  # a step's stores are begun in the next one, and vLLM may have scheduled one more by then
 
 
 class XkvWorker:
@@ -36,6 +37,7 @@ class XkvWorker:
         self._result = transfer_result
         self._lock = threading.RLock()
         self._jobs: dict[int, Job] = {}
+        self._suspect_steps = 0  # for so long, pages may have been computed from a load that failed inside a step
         self._queue = CopyQueue()
         self._stores = Stores(context, self._queue, self._lock, self._object_done)
         self._loads = Loads(context, self._queue, self._lock, self._object_done)
@@ -53,11 +55,14 @@ class XkvWorker:
         """Begin to store; the pages may be overwritten once the job is reported or waited for."""
         try:
             parts = self._store_parts(src_spec, dst_spec) if self._context.writes else ()
+            if parts and self._suspect_steps:
+                count("suspect_chunks", len(parts))
+                parts = ()
             job = self._begin(job_id, is_store=True, objects=len(parts))
             if parts:
                 self._stores.submit(job, parts, dst_spec)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
-            self._survive(job_id, "submit_store", is_store=True, blocks=(), req_id="")
+            self._survive(job_id, "submit_store", is_store=True, blocks=())
         return True
 
     def submit_load(self, job_id: int, src_spec: XkvTransferSpec, dst_spec: Any, expedited: bool = False) -> bool:
@@ -71,7 +76,7 @@ class XkvWorker:
             if parts:
                 self._loads.submit(job, parts, src_spec)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
-            self._survive(job_id, "submit_load", is_store=False, blocks=blocks, req_id=src_spec.req_id)
+            self._survive(job_id, "submit_load", is_store=False, blocks=blocks, req_id=src_spec.req_id, expedited=expedited)
         return True
 
     def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:
@@ -84,17 +89,26 @@ class XkvWorker:
         """Results of the jobs that ended since the last call.
 
         Raises LoadFailedError where a load of verified objects failed, and this vLLM has no way to hear of it: the
-        engine ends rather than serve wrong pages.
+        engine ends rather than serve wrong pages. Where one failed inside its step, the forward pass has read its
+        blocks: what the step left in any request's pages may follow from them, and is not stored.
         """
         now = time.monotonic()
         self._guarded(lambda: self._loads.expire(self._jobs.values(), now))
         with self._lock:
+            if any(job.expedited and not job.done.is_set() for job in self._jobs.values()):
+                raise LoadFailedError(
+                    f"A load inside a step did not end its copy within {WAIT_SECONDS_MAX} s: the engine ends rather "
+                    "than serve what the step computed from its pages"
+                )
             ended = [job for job in self._jobs.values() if job.done.is_set()]
             for job in ended:
                 del self._jobs[job.job_id]
+        self._suspect_steps = max(0, self._suspect_steps - 1)
         for job in ended:
             if job.failed_blocks:
                 self._report_failure(job)
+                if job.expedited:
+                    self._suspect_steps = SUSPECT_STEPS
         return [self._transfer_result(job) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
@@ -168,7 +182,16 @@ class XkvWorker:
             if job.outstanding == 0:
                 job.done.set()
 
-    def _survive(self, job_id: int, where: str, *, is_store: bool, blocks: Iterable[int], req_id: str) -> None:
+    def _survive(
+        self,
+        job_id: int,
+        where: str,
+        *,
+        is_store: bool,
+        blocks: Iterable[int],
+        req_id: str = "",
+        expedited: bool = False,
+    ) -> None:
         """Keep an error of ours from vLLM: the job is over, and a load has failed; nothing of it moves any more."""
         count("worker_errors")
         logger.exception("%s of job %d failed", where, job_id)  # noqa: LOG004 - called in handlers only
@@ -177,6 +200,7 @@ class XkvWorker:
         if begun is not None:
             self.wait({job_id})
         job = self._begin(job_id, is_store=is_store, objects=0, req_id=req_id)
+        job.expedited = expedited
         job.failed_blocks += blocks
 
     def _guarded(self, work: Callable[[], None]) -> None:

@@ -1,0 +1,176 @@
+"""What a session leaves behind: outcome, counts and what it ran on, for the release gate.
+
+Owns: the result's file, counting what tools and pytest did, and running them so that nothing is left uncounted.
+Must not know: environments, releases, or what the gate makes of a result.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+from development.places import RESULTS, ROOT, there
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    import nox
+
+__all__ = ["JUDGED", "Result", "check", "must_be_there", "pytest", "recorded", "sources"]
+
+JUDGED = (
+    *("noxfile.py", "development", "pyproject.toml", "packages", "compat", "matrix", "tests", "demo", "bench"),
+    "requirements",
+)
+
+
+def sources() -> str:
+    """Give one hash of everything that a session may judge: a result of other sources is none of these."""
+    digest = hashlib.sha256()
+    for path in sorted(path for place in JUDGED for path in (ROOT / place, *(ROOT / place).rglob("*"))):
+        name = path.relative_to(ROOT)
+        made = any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
+        if path.is_file() and not made:
+            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class Result:
+    """What one session leaves behind."""
+
+    name: str
+    target: str | None
+    outcome: str = "failed"
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)  # pytest's, where only some tests were asked for
+    failures: list[str] = field(default_factory=list)  # by name: the gate's reasons
+    sources: str = field(default_factory=sources)
+
+    @property
+    def file(self) -> Path:
+        """Give where it is written: the session's name, with the target after a dash."""
+        return RESULTS / (f"{self.name}-{self.target}.json" if self.target else f"{self.name}.json")
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add one tool's counts."""
+        for outcome, count in counts.items():
+            self.counts[outcome] = self.counts.get(outcome, 0) + count
+
+
+@contextmanager
+def recorded(session: nox.Session, name: str, target: str | None = None) -> Iterator[Result]:
+    """Write the session's result however it ends, and end it as failed if anything in it failed."""
+    result, start = Result(name, target), time.monotonic()
+    RESULTS.mkdir(exist_ok=True)
+    result.file.unlink(missing_ok=True)
+    whole = False
+    try:
+        yield result
+        whole = True
+    finally:
+        if not whole and not result.counts.get("failed"):
+            result.add({"failed": 1})
+        failed, passed = result.counts.get("failed", 0), result.counts.get("passed", 0)
+        result.outcome = "passed" if whole and passed and not failed else "failed"
+        result.seconds = round(time.monotonic() - start, 1)
+        result.file.write_text(json.dumps(asdict(result), indent=1) + "\n")
+    if result.outcome == "failed":
+        session.error(f"{failed} failed" if failed else "nothing ran")
+
+
+def check(
+    session: nox.Session, result: Result, *command: str, env: Mapping[str, str] | None = None, quoted: bool = False
+) -> None:
+    """Run one tool that passes or fails as a whole; the session goes on, so that all faults are seen.
+
+    `quoted`: each line that a failed tool says is a reason for the gate.
+    """
+    start = time.monotonic()
+    session.log(" ".join(command[1:]))
+    pipe = subprocess.PIPE if quoted else None
+    done = subprocess.run(
+        command,
+        env={**os.environ, **(env or {})},
+        stdout=pipe,
+        stderr=pipe and subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    said = (done.stdout or "").splitlines()
+    sys.stdout.writelines(f"{line}\n" for line in said)
+    sys.stdout.flush()
+    result.add({"passed" if done.returncode == 0 else "failed": 1})
+    result.failures += (said or [" ".join(command[1:])]) if done.returncode else []
+    session.log(f"{'ok' if done.returncode == 0 else 'FAILED'} after {time.monotonic() - start:.0f} s")
+
+
+def pytest(
+    session: nox.Session,
+    result: Result,
+    python: str,
+    *paths: str,
+    env: Mapping[str, str] | None = None,
+    quiet: bool = False,
+) -> None:
+    """Run pytest and add what it counted. A skipped test is a failed one: collect only what can run.
+
+    `quiet`: what pytest says goes to stderr, where stdout is one line of JSON.
+    """
+    if not paths:
+        session.error("no tests found")
+    result.arguments = list(session.posargs)
+    junit = result.file.with_suffix(".xml")
+    junit.unlink(missing_ok=True)
+    options = ("--durations=10", "--continue-on-collection-errors", f"--junitxml={junit}")
+    command = (python, "-m", "pytest", *options, *paths)
+    session.log(" ".join(command[1:]))
+    done = subprocess.run(command, env={**os.environ, **(env or {})}, stdout=sys.stderr if quiet else None, check=False)
+    counts = _counted(junit) if junit.is_file() else {}
+    result.failures += _failures(junit) if junit.is_file() else []
+    if counts.get("skipped"):
+        session.warn(f"{counts['skipped']} tests were skipped: that counts as failed")
+        counts["failed"] = counts.get("failed", 0) + counts["skipped"]
+    if done.returncode != 0 and not counts.get("failed"):
+        counts["failed"] = 1
+    result.add(counts)
+
+
+def _counted(junit: Path) -> dict[str, int]:
+    """Count outcomes in pytest's JUnit file, where an xfail is a kind of skip."""
+    counts = {"passed": 0, "failed": 0, "skipped": 0, "xfailed": 0}
+    for case in ET.parse(junit).getroot().iter("testcase"):
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+        elif skipped is not None:
+            counts["xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"] += 1
+        else:
+            counts["passed"] += 1
+    return counts
+
+
+def _failures(junit: Path) -> list[str]:
+    """Name the tests that failed."""
+    cases = ET.parse(junit).getroot().iter("testcase")
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    return [f"{case.get('classname')}::{case.get('name')}" for case in bad]
+
+
+def must_be_there(session: nox.Session, result: Result, *patterns: str) -> list[str]:
+    """Give what of these paths exists; a pattern that nothing matches is a failure, not silence."""
+    for pattern in patterns:
+        if not there(pattern):
+            session.warn(f"there is no {pattern}")
+            result.add({"failed": 1})
+    return there(*patterns)
