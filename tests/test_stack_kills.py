@@ -16,16 +16,18 @@ from stand.cases import (
     prompts,
     restore_after_return,
     store,
+    target,
 )
 from stand.engines import alive
 from stand.gateways import Gateway
-from stand.models import LLAMA
+from stand.models import GEMMA, LLAMA
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from stand.cases import Stand
     from stand.engines import Engine
+    from stand.models import Shape
 
 pytest_plugins = ("stand.fixtures",)
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -80,14 +82,29 @@ def test_gateway_killed_while_storing(stand: Stand, tmp_path: Path, point: str) 
             assert_restored(generate(second, asked), expected)
 
 
+def hears_of_failed_loads(shape: Shape) -> bool:
+    """Whether this release can be told; elsewhere no load fails (hits are verified first)."""
+    return shape is LLAMA or "request_error_reporting" not in target().lacks
+
+
 @pytest.mark.parametrize(
-    ("point", "policy"), [("get.before_read", "recompute"), ("get.read", "recompute"), ("get.read", "fail")]
+    ("shape", "point", "policy"),
+    [
+        (LLAMA, "get.before_read", "recompute"),
+        (LLAMA, "get.read", "recompute"),
+        (LLAMA, "get.read", "fail"),
+        (GEMMA, "get.before_read", "recompute"),
+        (GEMMA, "get.read", "fail"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
 )
-def test_gateway_killed_while_loading(stand: Stand, tmp_path: Path, point: str, policy: str) -> None:
-    asked = prompts(LLAMA, 1)
-    expected = stand.baseline(LLAMA, asked)
+def test_gateway_killed_while_loading(stand: Stand, tmp_path: Path, shape: Shape, point: str, policy: str) -> None:
+    asked = prompts(shape, 1)
+    expected = stand.baseline(shape, asked)
+    hears = hears_of_failed_loads(shape)
     with Gateway(tmp_path, databases=DATABASES, slot_bytes=SLOT_BYTES) as gateway:
-        config = stand.offloading(LLAMA, gateway, blocks_per_chunk=16, load_failure_policy=policy)
+        chunk = 16 if shape is LLAMA else 2
+        config = stand.offloading(shape, gateway, blocks_per_chunk=chunk, load_failure_policy=policy)
         with stand.engine(config) as engine:
             store(engine, asked, expected)
             engine.reset_prefix()
@@ -96,9 +113,9 @@ def test_gateway_killed_while_loading(stand: Stand, tmp_path: Path, point: str, 
             gateway.await_point(point)
             gateway.kill()
             answer = engine.finish_generate()
-            assert answer.counters.product["load_failures"] > 0
+            assert bool(answer.counters.product["load_failures"]) == hears
             assert answer.counters.product["load_objects"] == 0
-            if policy == "fail":
+            if policy == "fail" and hears:
                 assert answer.finish_reasons == ["error"]
             else:
                 assert answer.tokens == expected
