@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import subprocess
 import sys
 import time
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ __all__ = ["MATRIX_ENV", "Engine", "dev", "engine_env", "environment", "lock_env
 
 MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
 ENVIRONMENTS = STATE / "envs"
+LARGE_IMPORT = "vllm.entrypoints.llm"  # nearly everything that an engine imports
+FIRST_IMPORT_S_MAX = 900  # half a minute on a quiet machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +139,10 @@ def _fill(session: nox.Session, folder: Path, requirements: Path, engine: Engine
         here = ("--find-links", str(folder_of_wheels)) if folder_of_wheels.is_dir() else ()
         only = ("--no-index",) if engine.folder else ()
         run(*install, *here, *only, "--no-deps", "--require-hashes", "--requirements", str(lines))
+        # The first import compiles thousands of modules: here, and not within a test's time. Whether it is one that
+        # works, the tests say.
+        warm = (python, "-c", f"import {LARGE_IMPORT}")
+        subprocess.run(warm, capture_output=True, timeout=FIRST_IMPORT_S_MAX, check=False)
     # Built anew by the pinned hatchling that stands in every requirement file: nothing is fetched here.
     editable = [part for package in ours for part in ("--editable", str(ROOT / package))]
     if editable:

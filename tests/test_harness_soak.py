@@ -1,7 +1,8 @@
 """Many requests over a few prompts, in an order that nobody planned: every byte is compared in every step.
 
 Prefixes are shared, blocks are scarce (preemption, reuse while stores are under way), requests are aborted where the
-release survives it, the connector is reset (between jobs where need be), the gateway is killed. A failing seed is a case to keep.
+release survives it, the connector is reset (between jobs where need be), the gateway is killed. A failing seed is a
+case to keep.
 """
 
 from __future__ import annotations

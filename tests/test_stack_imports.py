@@ -14,6 +14,8 @@ import pytest
 
 from xkv_matrix.targets import find_target
 
+pytestmark = pytest.mark.timeout(600)  # the first import of a release compiles thousands of modules
+
 ROW = find_target(os.environ["XKV_TARGET"])
 
 

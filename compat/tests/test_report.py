@@ -77,6 +77,17 @@ def test_no_vllm_installed(run_live: Callable[..., subprocess.CompletedProcess[s
     assert done.stderr.startswith("error: no vLLM is installed in this Python")
 
 
+def test_what_vllm_prints_while_it_is_imported_is_not_part_of_the_report(
+    full_files: dict[str, str],
+    make_tree: Callable[[dict[str, str]], Path],
+    run_live: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
+    tree = make_tree({**full_files, "__init__.py": "print('WARNING of its own')\n"})
+    done = run_live(tree, "from xkv_compat.report import main\nsys.exit(main(['report', '--json']))")
+    assert json.loads(done.stdout)["features"], done.stderr
+    assert "WARNING of its own" in done.stderr
+
+
 def test_a_vendored_copy_under_another_name(
     make_tree: Callable[[dict[str, str]], Path],
     full_files: dict[str, str],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.engine import Engine
 from harness.gateway import Gateway
+from harness.pipeline import PipelinedEngine
 from harness.release import Launch
 from xkv_store.geometry import HEADER_BYTES, SLOT_BYTES
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from harness.pipeline import Pipeline
     from harness.shapes import Shape
 
 RING_BYTES = 48 * 1024 * 1024  # three times what the largest case has under way at once
@@ -40,18 +42,19 @@ class Rig:
         extra: Mapping[str, Any] | None = None,
         batch_tokens: int = 2048,
         policy: str = "recompute",
+        async_scheduling: bool = False,
+        pipeline: Pipeline | None = None,
     ) -> Engine:
         """Start an engine: new process state, new engine id, poisoned memory."""
-        engine = Engine(
-            shape,
-            Launch(
-                folder=self._folder,
-                engine_id=f"harness-{next(self._numbers)}",
-                extra={**self._extra(), **(extra or {})},
-                failure_policy=policy,
-                batch_tokens=batch_tokens,
-            ),
+        launch = Launch(
+            folder=self._folder,
+            engine_id=f"harness-{next(self._numbers)}",
+            extra={**self._extra(), **(extra or {})},
+            failure_policy=policy,
+            batch_tokens=batch_tokens,
+            async_scheduling=async_scheduling,
         )
+        engine = Engine(shape, launch) if pipeline is None else PipelinedEngine(shape, launch, pipeline)
         self._engines.append(engine)
         return engine
 

@@ -119,10 +119,12 @@ class Walk:
 
 
 def await_arrival(engine: Engine, jobs: set[int]) -> None:
-    """Wait until every rank has the bytes of these loads in its pages, and has not said so."""
+    """Wait until every rank is done with these jobs, whether it has said so or not."""
     end = time.monotonic() + RUN_S_MAX
-    while not all(rank.worker._jobs[job].done.is_set() for rank in engine.ranks for job in jobs):
-        assert time.monotonic() < end, "the load does not end"
+    while any(
+        not job.done.is_set() for rank in engine.ranks for number, job in rank.worker._jobs.items() if number in jobs
+    ):
+        assert time.monotonic() < end, "the jobs do not end"
         time.sleep(POLL_S)
 
 
@@ -142,12 +144,17 @@ def is_doomed(engine: Engine, name: str, steps: Sequence[Step]) -> bool:
 
 def is_own_assertion(error: AssertionError) -> bool:
     """Whether the release's connector asserted by itself where it builds a finished request's last stores."""
+    return innermost(error) == "_build_store_jobs"
+
+
+def innermost(error: BaseException) -> str | None:
+    """The function of the release's connector, on the scheduler's side, that raised; None for any other."""
     trace = error.__traceback__
     assert trace is not None
     while trace.tb_next is not None:
         trace = trace.tb_next
     code = trace.tb_frame.f_code
-    return code.co_name == "_build_store_jobs" and code.co_filename.endswith("offloading/scheduler.py")
+    return code.co_name if code.co_filename.endswith("offloading/scheduler.py") else None
 
 
 @dataclass

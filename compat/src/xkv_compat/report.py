@@ -7,6 +7,7 @@ Must not know: how features are found.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code. Prints to stdout, errors to stderr in one line."""
     options = _parser().parse_args(arguments)
     try:
-        features = detect_live() if options.source is None else detect_source(options.source)
+        with contextlib.redirect_stdout(sys.stderr):  # importing some releases logs to stdout
+            features = detect_live() if options.source is None else detect_source(options.source)
     except (BadInput, BrokenVLLM) as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
         return EXIT_BAD_INPUT

@@ -197,7 +197,8 @@ _PAGE = """# Configuration
 All keys stand in `kv_connector_extra_config` and begin with `xkv.`. An unknown, misspelt, mistyped or
 out-of-range key is a start-up error that names the key, its value, what is allowed and the nearest key, before
 any file, socket or memory exists. Keys that merely look like ours (`xkv_port`) are named in a warning. vLLM's own
-keys (`spec_name`, `spec_module_path`, `blocks_per_chunk`, `block_size`, `offload_prompt_only`, …) are left to vLLM.
+keys (`spec_name`, `spec_module_path`, `blocks_per_chunk`, `block_size`, `offload_prompt_only`, …) are left to vLLM,
+save that a `blocks_per_chunk` which this vLLM does not read is an error that says which `block_size` to type.
 
 | key | default | allowed | meaning |
 | --- | --- | --- | --- |
