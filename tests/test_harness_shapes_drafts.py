@@ -48,7 +48,7 @@ def test_a_drafts_last_chunk_is_stored_and_not_loaded(rig: Rig) -> None:
 
 def test_a_draft_of_two_blocks_a_chunk(rig: Rig) -> None:
     groups = (full(layers=1), sliding(window=64, layers=1, is_draft=True))
-    shape = Shape(groups=groups, blocks=64, blocks_per_chunk=2, speculative=True, shared=True)
+    shape = Shape(groups=groups, blocks=64, blocks_per_chunk=2, speculative=True, shared=True, dense=True)
     tokens = prompt(tokens=200, seed=3)
     first = rig.launch(shape, batch_tokens=48)
     first.serve("cold", tokens, output_tokens=4)

@@ -26,7 +26,9 @@ TOKENS = prompt(tokens=200, seed=1)
 def hybrid(*, mode: StateMode = "align", blocks: int = 64, blocks_per_chunk: int = 1, ranks: int = 1) -> Shape:
     """Full attention and states on the same memory, as vLLM lays them."""
     groups = (full(padding_bytes=512), mamba(mode=mode))
-    return Shape(groups=groups, blocks=blocks, blocks_per_chunk=blocks_per_chunk, ranks=ranks, shared=True)
+    return Shape(
+        groups=groups, blocks=blocks, blocks_per_chunk=blocks_per_chunk, ranks=ranks, shared=True, dense=mode == "all"
+    )
 
 
 def state_stores(engine: Engine) -> list[tuple[int, int, int]]:
