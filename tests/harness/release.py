@@ -158,6 +158,7 @@ def _field_names(kind: Any) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
+@cache
 def loads_after_forward() -> bool:
     """Whether the model runner starts loads once the forward pass is launched (unless a step has sync loads)."""
     return "has_sync_kv_loads" in _field_names(names().SchedulerOutput)
