@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from harness import release
 from harness.shapes import Shape, full, mamba, sliding
 from harness.story import prompt
 from xkv_compat.features import detect_live
@@ -23,11 +24,8 @@ pytest_plugins = ("harness.fixtures",)
 
 def stores(engine: Engine) -> list[tuple[list[int], list[int]]]:
     """Group sizes and indices of an engine's store jobs."""
-    return [
-        ([int(size) for size in job.src_spec.group_sizes], [int(index) for index in job.src_spec.block_indices])
-        for step in engine.steps
-        for job in step.store_jobs.values()
-    ]
+    pages = [release.sides(job)[0] for step in engine.steps for job in step.store_jobs.values()]
+    return [([int(size) for size in one.group_sizes], [int(index) for index in one.block_indices]) for one in pages]
 
 
 def test_a_drafts_last_chunk_is_stored_and_not_loaded(rig: Rig) -> None:

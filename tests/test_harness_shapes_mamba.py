@@ -33,11 +33,11 @@ def hybrid(*, mode: StateMode = "align", blocks: int = 64, blocks_per_chunk: int
 
 def state_stores(engine: Engine) -> list[tuple[int, int, int]]:
     """Of each job with states: blocks of full attention, states, and the first state's index."""
+    pages = [release.sides(job)[0] for step in engine.steps for job in step.store_jobs.values()]
     return [
-        (int(job.src_spec.group_sizes[0]), int(job.src_spec.group_sizes[1]), int(job.src_spec.block_indices[1]))
-        for step in engine.steps
-        for job in step.store_jobs.values()
-        if job.src_spec.group_sizes[1]
+        (int(one.group_sizes[0]), int(one.group_sizes[1]), int(one.block_indices[1]))
+        for one in pages
+        if one.group_sizes[1]
     ]
 
 

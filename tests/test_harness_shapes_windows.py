@@ -20,7 +20,7 @@ pytest_plugins = ("harness.fixtures",)
 
 def group_keys(engine: Engine, group: int) -> list[bytes]:
     """The keys of one group in an engine's stores, in order."""
-    keys = [key for step in engine.steps for job in step.store_jobs.values() for key in job.dst_spec.keys]
+    keys = [key for step in engine.steps for job in step.store_jobs.values() for key in release.sides(job)[1].keys]
     return [key for key in keys if int.from_bytes(key[-4:], "big") == group]
 
 
