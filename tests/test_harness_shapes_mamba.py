@@ -11,6 +11,7 @@ from harness import release
 from harness.memory import PagesError
 from harness.shapes import Shape, full, mamba
 from harness.story import prompt
+from xkv_compat.features import detect_live
 from xkv_offload.copy import HostMover
 
 if TYPE_CHECKING:
@@ -74,6 +75,10 @@ def test_the_last_state_that_was_kept_is_restored(rig: Rig, blocks_per_chunk: in
 def test_states_of_every_block(rig: Rig, blocks_per_chunk: int) -> None:
     # In this mode every block of a step has its state: chunks are whole, and a load takes the last state of one.
     shape = hybrid(mode="all", blocks_per_chunk=blocks_per_chunk)
+    if detect_live()["manager_lock"]:  # the releases that have given the mode up
+        with pytest.raises(AssertionError, match="Mamba prefix caching requires mamba_cache_mode='align'"):
+            rig.launch(shape)
+        return
     first = rig.launch(shape, batch_tokens=64)
     first.serve("cold", TOKENS)
     assert state_stores(first) == [(4, 4, index) for index in (0, 4, 8)]
@@ -88,7 +93,7 @@ def test_states_of_every_block(rig: Rig, blocks_per_chunk: int) -> None:
 def test_one_state_for_a_whole_request_is_refused_by_vllm(rig: Rig) -> None:
     # Its block is as long as the longest request, and no hash is finer.
     groups = (full(padding_bytes=512), mamba(mode="none", block_tokens=release.MODEL_TOKENS_MAX))
-    with pytest.raises(AssertionError, match="tokens_per_block=16 not divisible by tokens_per_hash=4096"):
+    with pytest.raises(AssertionError, match=r"block(_size)?=16 not divisible by \w+=4096"):
         rig.launch(Shape(groups=groups, blocks=64, shared=True))
 
 
