@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,14 +11,15 @@ from harness.memory import PagesError
 from harness.shapes import Shape, full, mamba
 from harness.story import prompt
 from xkv_compat.features import detect_live
-from xkv_offload.copy import HostMover
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from harness.engine import Engine
     from harness.rig import Rig
     from harness.shapes import StateMode
 
-pytest_plugins = ("harness.fixtures",)
+pytest_plugins = ("harness.fixtures", "harness.slow_copies")
 
 TOKENS = prompt(tokens=200, seed=1)
 
@@ -113,15 +113,9 @@ def test_every_rank_has_states_of_its_own(rig: Rig) -> None:
     assert (restored.loaded(0), restored.loaded(1)) == ([tuple(range(12))], [(11,)])
 
 
-def test_states_give_their_blocks_away_while_they_are_stored(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_give_their_blocks_away_while_they_are_stored(rig: Rig, slow_copies: Callable[[float], None]) -> None:
     # A state's block is free two steps later, long before the request ends.
-    gather = HostMover.gather
-
-    def slowly(self: HostMover, move: Any) -> None:
-        time.sleep(0.01)
-        gather(self, move)
-
-    monkeypatch.setattr(HostMover, "gather", slowly)
+    slow_copies(0.01)
     first = rig.launch(hybrid(blocks=20), batch_tokens=32)
     prompts = [prompt(tokens=16 * 8 + 1, seed=seed) for seed in (3, 4, 5)]
     for number, tokens in enumerate(prompts):
