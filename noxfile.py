@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import nox
@@ -122,12 +122,21 @@ def stack(session: nox.Session, target: Target) -> None:
         pytest(session, result, python, *paths, env=engine_env(target.release))
 
 
-def _copy(session: nox.Session, result: Result, folder: Path, tree: Path, *what: str) -> tuple[str, Path]:
-    """Vendor into `tree`; where the copy's tests lie, and pytest's options for them."""
-    tests = folder / "tests"
+def _test_copy(
+    session: nox.Session, result: Result, tree: Path, python: str, env: Mapping[str, str], *what: str
+) -> None:
+    """Vendor into `tree`, and run the copy's tests over what `python` has, without the originals."""
+    tests = tree.with_name("tests")
     command = ("-m", "xkv_matrix", "vendor", "--into", str(tree), "--as", COPY, "--tests", str(tests), *what)
     check(session, result, dev(session), *command, env=MATRIX_ENV)
-    return f"--override-ini=pythonpath={tests / 'tests'} {ROOT / 'matrix'}", tests
+    alone = environments.over(session, f"over-{tree.parent.name}", python, tree)
+    settings = (
+        f"--config-file={ROOT / 'pyproject.toml'}",
+        f"--override-ini=pythonpath={tests / 'tests'} {ROOT / 'matrix'}",
+    )
+    pytest(session, result, alone, *settings, str(tests), env=env)
+    if not result.counts.get("failed"):  # else it is left to be looked at
+        shutil.rmtree(tree.parent)
 
 
 @nox.session
@@ -140,25 +149,18 @@ def vendored(session: nox.Session, target: Target) -> None:
         tree = folder / "tree"
         command = ("-m", "xkv_matrix", "unpack", target.release, "--into", str(tree))
         check(session, result, dev(session), *command, env=MATRIX_ENV)
-        options, tests = _copy(session, result, folder, tree, "--whole")
-        python = environments.over(session, f"over-{target.release}", of_target(session, target), tree)
-        settings = f"--config-file={ROOT / 'pyproject.toml'}"
-        pytest(session, result, python, settings, options, str(tests), env=engine_env(target.release))
-        if not result.counts.get("failed"):  # else it is left to be looked at
-            shutil.rmtree(folder)  # half a gigabyte
+        _test_copy(session, result, tree, of_target(session, target), engine_env(target.release), "--whole")
 
 
 @nox.session
 def vendored_compat(session: nox.Session) -> None:
     """Tests of a copy of compat alone, where no original can be imported."""
-    with recorded(session, "vendored_compat") as result, tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        tree = folder / "src"
-        tree.mkdir()
-        options, tests = _copy(session, result, folder, tree)
-        python = environments.over(session, "over-dev", dev(session))
-        settings = f"--config-file={ROOT / 'pyproject.toml'}"
-        pytest(session, result, python, settings, options, str(tests), env={"PYTHONPATH": str(tree)})
+    folder = STATE / "vendored" / "compat"
+    with recorded(session, "vendored_compat") as result:
+        shutil.rmtree(folder, ignore_errors=True)
+        tree = folder / "tree"
+        tree.mkdir(parents=True)
+        _test_copy(session, result, tree, dev(session), {})
 
 
 @nox.session

@@ -9,9 +9,9 @@ import pytest
 
 from harness import release
 from harness.offered import offered
+from harness.resets import outlives_its_reset
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
-from xkv_compat.features import detect_live
 from xkv_offload.copy import HostMover
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("harness.fixtures",)
 
-STEPS_FOR_EVER = 200  # a request that waits for so many steps, after everything was reported, waits for ever
 COPY_S = 0.02  # of one object, so that a store is certainly under way when its blocks are wanted
 
 
@@ -160,26 +159,6 @@ def test_a_reset_while_others_own_the_blocks_before_a_window(rig: Rig) -> None:
     assert branch.loads == []
     assert serve(engine, "from what the branch has stored") == [tuple(range(6))]
     assert serve(engine, "whole") == [tuple(range(12))]
-
-
-def outlives_its_reset(engine: Engine) -> bool:
-    """Run to the end; or into vLLM's own fault: without `reset_safe` requests keep jobs that the reset has dropped."""
-    if detect_live()["reset_safe"]:
-        engine.run()
-        return True
-    connector = engine.scheduler.connector.connector_scheduler
-    dropped = {job for status in connector._req_status.values() for job in status.transfer_jobs} - set(connector._jobs)
-    assert dropped
-    end, error = len(engine.steps) + STEPS_FOR_EVER, None
-    try:
-        engine.run(lambda: len(engine.steps) == end)
-    except KeyError as found:
-        error = found
-    if error is None:
-        assert not engine.is_idle(), "the request did not wait for its dropped job"
-    else:
-        assert error.args[0] in dropped
-    return False
 
 
 def serve(engine: Engine, name: str) -> list[tuple[int, ...]]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -11,14 +10,16 @@ from harness import release
 from harness.memory import PagesError
 from harness.shapes import Shape, full, mamba
 from harness.story import prompt
-from xkv_offload.copy import HostMover
+from xkv_compat.features import detect_live
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from harness.engine import Engine
     from harness.rig import Rig
     from harness.shapes import StateMode
 
-pytest_plugins = ("harness.fixtures",)
+pytest_plugins = ("harness.fixtures", "harness.slow_copies")
 
 TOKENS = prompt(tokens=200, seed=1)
 
@@ -26,16 +27,18 @@ TOKENS = prompt(tokens=200, seed=1)
 def hybrid(*, mode: StateMode = "align", blocks: int = 64, blocks_per_chunk: int = 1, ranks: int = 1) -> Shape:
     """Full attention and states on the same memory, as vLLM lays them."""
     groups = (full(padding_bytes=512), mamba(mode=mode))
-    return Shape(groups=groups, blocks=blocks, blocks_per_chunk=blocks_per_chunk, ranks=ranks, shared=True)
+    return Shape(
+        groups=groups, blocks=blocks, blocks_per_chunk=blocks_per_chunk, ranks=ranks, shared=True, dense=mode == "all"
+    )
 
 
 def state_stores(engine: Engine) -> list[tuple[int, int, int]]:
     """Of each job with states: blocks of full attention, states, and the first state's index."""
+    pages = [release.sides(job)[0] for step in engine.steps for job in step.store_jobs.values()]
     return [
-        (int(job.src_spec.group_sizes[0]), int(job.src_spec.group_sizes[1]), int(job.src_spec.block_indices[1]))
-        for step in engine.steps
-        for job in step.store_jobs.values()
-        if job.src_spec.group_sizes[1]
+        (int(one.group_sizes[0]), int(one.group_sizes[1]), int(one.block_indices[1]))
+        for one in pages
+        if one.group_sizes[1]
     ]
 
 
@@ -72,6 +75,10 @@ def test_the_last_state_that_was_kept_is_restored(rig: Rig, blocks_per_chunk: in
 def test_states_of_every_block(rig: Rig, blocks_per_chunk: int) -> None:
     # In this mode every block of a step has its state: chunks are whole, and a load takes the last state of one.
     shape = hybrid(mode="all", blocks_per_chunk=blocks_per_chunk)
+    if detect_live()["manager_lock"]:  # the releases that have given the mode up
+        with pytest.raises(AssertionError, match="Mamba prefix caching requires mamba_cache_mode='align'"):
+            rig.launch(shape)
+        return
     first = rig.launch(shape, batch_tokens=64)
     first.serve("cold", TOKENS)
     assert state_stores(first) == [(4, 4, index) for index in (0, 4, 8)]
@@ -86,7 +93,7 @@ def test_states_of_every_block(rig: Rig, blocks_per_chunk: int) -> None:
 def test_one_state_for_a_whole_request_is_refused_by_vllm(rig: Rig) -> None:
     # Its block is as long as the longest request, and no hash is finer.
     groups = (full(padding_bytes=512), mamba(mode="none", block_tokens=release.MODEL_TOKENS_MAX))
-    with pytest.raises(AssertionError, match="tokens_per_block=16 not divisible by tokens_per_hash=4096"):
+    with pytest.raises(AssertionError, match=r"block(_size)?=16 not divisible by \w+=4096"):
         rig.launch(Shape(groups=groups, blocks=64, shared=True))
 
 
@@ -106,15 +113,9 @@ def test_every_rank_has_states_of_its_own(rig: Rig) -> None:
     assert (restored.loaded(0), restored.loaded(1)) == ([tuple(range(12))], [(11,)])
 
 
-def test_states_give_their_blocks_away_while_they_are_stored(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_give_their_blocks_away_while_they_are_stored(rig: Rig, slow_copies: Callable[[float], None]) -> None:
     # A state's block is free two steps later, long before the request ends.
-    gather = HostMover.gather
-
-    def slowly(self: HostMover, move: Any) -> None:
-        time.sleep(0.01)
-        gather(self, move)
-
-    monkeypatch.setattr(HostMover, "gather", slowly)
+    slow_copies(0.01)
     first = rig.launch(hybrid(blocks=20), batch_tokens=32)
     prompts = [prompt(tokens=16 * 8 + 1, seed=seed) for seed in (3, 4, 5)]
     for number, tokens in enumerate(prompts):

@@ -178,6 +178,7 @@ def test_json_of_a_package_that_is_called_vllm_and_is_none(make_tree: Make, caps
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # every row's wheel is unpacked the first time
 def test_the_trees_of_fetched_wheels(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row's own sources, where its wheel is there: nearest to themselves, usable but for known misfits."""
     for row in load_targets():

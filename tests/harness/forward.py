@@ -83,7 +83,7 @@ class Model:
                     self._advance(req_id, group, start, end)
                 else:
                     self._write(req_id, group, start, end)
-            attending = [group for group, one in enumerate(self._shape.groups) if one.kind != "mamba"]
+            attending = [group for group, one in enumerate(self._shape.groups) if one.kind not in ("mamba", "ring")]
             sound = all(self._read(req_id, group, start, end) for group in attending)
             if not sound:
                 self._spoil(req_id, attending, start, end)

@@ -67,6 +67,8 @@ _PLACES = {
     "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "SchedulerOutput": "vllm.v1.core.sched.output:SchedulerOutput",
+    "connector": "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
+    "connector_scheduler": "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
     "StructuredOutputManager": "vllm.v1.structured_output:StructuredOutputManager",
     "KVConnectorFactory": "vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
     "KVConnectorRole": "vllm.distributed.kv_transfer.kv_connector.v1:KVConnectorRole",
@@ -91,6 +93,8 @@ class Names:
     KVCacheManager: Any
     Scheduler: Any
     SchedulerOutput: Any
+    connector: Any
+    connector_scheduler: Any
     StructuredOutputManager: Any
     KVConnectorFactory: Any
     KVConnectorRole: Any
@@ -155,6 +159,7 @@ def _field_names(kind: Any) -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(kind))
 
 
+@cache
 def loads_after_forward() -> bool:
     """Whether the model runner starts loads once the forward pass is launched (unless a step has sync loads)."""
     return "has_sync_kv_loads" in _field_names(names().SchedulerOutput)
@@ -190,12 +195,17 @@ def sides(job: Any) -> tuple[Any, Any]:
 
 def stores_tails() -> bool:
     """Whether the state inside the prompt's last block may be stored."""
-    return not _field_names(names().SchedulerOutput).isdisjoint({"partial_tail_offloads", "kv_connector_block_state"})
+    return "supports_partial_tail" in names().connector_scheduler.SchedulerOffloadConfig._fields
 
 
 def hands_states_over() -> bool:
     """Whether states are stored one by one, as the scheduler hands them over, not from the block table."""
     return "kv_connector_block_state" in _field_names(names().SchedulerOutput)
+
+
+def looks_up_what_it_loads() -> bool:
+    """Whether the lookup of a window counts the chunk more that a hit inside a chunk needs."""
+    return "load_window_size_in_chunks" in vars(names().connector_scheduler.GroupOffloadConfig)
 
 
 def reconciles_hits() -> bool:
@@ -269,6 +279,8 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
     )
     made.cache_config.block_size = min(group.block_tokens for group in shape.groups)
     made.cache_config.prefix_match_unit = shape.hash_tokens
+    if shape.dense:
+        made.cache_config.prefix_cache_retention_interval = None
     made.cache_config.mamba_cache_mode = next(
         (group.state_mode for group in shape.groups if group.kind == "mamba"), "none"
     )
@@ -363,16 +375,12 @@ def has_rings() -> bool:
     return "CircularBufferSpec" in vars(names().kv)
 
 
-def leaves_groups_out() -> bool:
-    """Whether the connector is kept from groups that are no part of a prefix: positions are no group numbers then."""
-    return has_rings() and "prefix_cacheable_group_ids" in vars(names().kv.KVCacheConfig)
-
-
 @cache
 def offloaded_groups(shape: Shape) -> tuple[int, ...]:
-    """The numbers of the groups in a job's order."""
-    if leaves_groups_out():
-        return tuple(kv_cache_config(shape).prefix_cacheable_group_ids)
+    """The numbers of the groups that the connector is given, in a job's order."""
+    connector = vars(names().connector)
+    if "get_offloading_group_ids" in connector:
+        return tuple(connector["get_offloading_group_ids"](kv_cache_config(shape)))
     return tuple(range(len(shape.groups)))
 
 

@@ -64,6 +64,7 @@ class Shape:
 
     `packed`: a block's pages of all regions lie side by side, and vLLM moves them as one. `hash_tokens`: tokens of one
     block hash, where it is finer than vLLM would choose. `speculative`: decoding with a draft model like EAGLE's.
+    `dense`: windows and states are kept at every block, also where vLLM keeps those at a prompt's end alone.
     """
 
     groups: tuple[Group, ...]
@@ -74,6 +75,7 @@ class Shape:
     packed: bool = False
     hash_tokens: int | None = None
     speculative: bool = False
+    dense: bool = False
 
     def __post_init__(self) -> None:
         """Overlaid groups must have equal page strides, or a block would lie elsewhere for each."""

@@ -98,7 +98,7 @@ class Walk:
 
     def go(self) -> Request:
         """All the way, as far as it goes."""
-        request = self.engine.submit(self.name, self.tokens, output_tokens=4)
+        request = self.engine.submit(self.name, self.tokens, output_tokens=3)
         self.moment("queued")
         if self.tokens[: len(STORED)] == STORED:
             self.load()
@@ -202,7 +202,7 @@ def sweep(rig: Rig, shape: Shape, kind: type[Walk], *, warm: bool, tail: int, **
         engine.await_stores()
     seen: list[str] = []
     for number in itertools.count():
-        engine.forget()
+        assert engine.scheduler.reset_prefix_cache()
         tokens = prompt(tokens=len(STORED) + tail, seed=100 + number, after=STORED if warm else ())
         walk = kind(rig.gateway, engine, tokens, number)
         other = engine.submit(f"stays {number}", prompt(tokens=BLOCK * 5, seed=3), output_tokens=14)
