@@ -16,8 +16,8 @@ from harness.story import Story, prompt
 
 if TYPE_CHECKING:
     from harness.engine import Engine, Step
-    from harness.shapes import Group
     from harness.rig import Rig
+    from harness.shapes import Group
 
 pytest_plugins = ("harness.fixtures",)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -21,7 +22,9 @@ def test_every_counter_of_a_served_engine_is_declared_and_taken(rig: Rig) -> Non
     engine = rig.launch(Shape(groups=(mla(),), blocks=64, blocks_per_chunk=2))
     engine.serve("cold", prompt(tokens=16 * 8, seed=5))
     connector = engine.scheduler.connector
-    engine.manager.lookup(bytes(36), None)  # vLLM took the served request's counters in its own step
+    engine.manager.lookup(
+        bytes(36), SimpleNamespace(req_id="r")
+    )  # vLLM took the served request's counters in its own step
     stats = connector.get_kv_connector_stats()
     assert stats is not None
     names = ["model_name", "engine"]

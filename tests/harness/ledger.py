@@ -22,8 +22,16 @@ _CONNECTOR_SCHEDULER = {
 }  # fmt: skip
 _CONNECTOR_WORKER = {"_load_jobs", "_unsubmitted_store_jobs"}
 _MANAGER = {"_live", "_prepared_bytes", "_touched"}
+_STAGING = {"_requests", "_queue", "_chunks", "_in_jobs", "_quarantine"}
 _WORKER = {"_jobs"}
-_PLACES_MIN = {"scheduler": 3, "connector": 5, "worker's connector": 2, "manager": 2, "worker": 1}  # else it is renamed
+_PLACES_MIN = {
+    "scheduler": 3,
+    "connector": 5,
+    "worker's connector": 2,
+    "manager": 2,
+    "staging": 5,
+    "worker": 1,
+}  # else it is renamed
 
 
 def left(engine: Engine) -> list[str]:
@@ -32,6 +40,13 @@ def left(engine: Engine) -> list[str]:
     found = _left("scheduler", engine.scheduler, _SCHEDULER)
     found += _left("connector", side, _CONNECTOR_SCHEDULER)
     found += _left("manager", engine.manager, _MANAGER)
+    staging = engine.manager._staging
+    if staging is not None:
+        staging.end_step()  # reads that nobody waits for any more
+        found += _left("staging", staging, _STAGING)
+        found += [f"{staging._reads.slots - staging._reads.free} staged slots are not free"] * (
+            staging._reads.slots != staging._reads.free
+        )
     pool = engine.scheduler.kv_cache_manager.block_pool
     free, all_ = pool.get_num_free_blocks(), engine.shape.blocks - 1  # one is the null block
     found += [f"{all_ - free} blocks are not free"] if free != all_ else []

@@ -1,8 +1,8 @@
 """Channels and the method on vLLM's connector."""
 
-import pytest
-
 from dataclasses import dataclass, field
+
+import pytest
 
 from xkv_offload.failures import BLOCKS_METHOD, REQUESTS_METHOD, FailureLog, attach, choose, method_names
 

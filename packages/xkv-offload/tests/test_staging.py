@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xkv_offload import staging as staging_module
-from xkv_offload.staging import Answer, Chunk, ReadDone, Staging
+from xkv_offload.staging import Chunk, ReadDone, Staging
 
 NAMESPACE = b"n" * 16
 
@@ -255,7 +255,6 @@ def test_slots_of_jobs_from_before_a_reset_are_kept_until_no_copy_can_run(clock:
     assert one.reads.taken == set()
     one.staging.loaded("a", {name(1)})
     assert one.reads.taken == set()
-
 
 
 @settings(max_examples=150, deadline=None)

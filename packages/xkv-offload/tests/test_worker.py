@@ -311,9 +311,7 @@ def verified(staging: Staging, keys: Sequence[int]) -> XkvTransferSpec:
     wanted = [key(number) for number in keys]
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        answers = {
-            staging.lookup(req_id="r", namespace=NAMESPACE, key=one, objects=1, fragments=4) for one in wanted
-        }
+        answers = {staging.lookup(req_id="r", namespace=NAMESPACE, key=one, objects=1, fragments=4) for one in wanted}
         if answers == {Answer.HIT}:
             break
         assert answers <= {Answer.HIT, Answer.PENDING}
@@ -356,9 +354,7 @@ def test_a_verified_object_whose_slot_was_given_away_is_not_served(gateway: Gate
         check(loaded, loaded, {})
 
 
-def test_the_staged_region_outlives_a_gateway_whoever_comes_back_first(
-    gateway: GatewayProcess, tmp_path: Path
-) -> None:
+def test_the_staged_region_outlives_a_gateway_whoever_comes_back_first(gateway: GatewayProcess, tmp_path: Path) -> None:
     with worker_on(tmp_path, engine="a") as (first, stored):
         store(first, [1])
     with (

@@ -25,7 +25,10 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "worker_errors": ("Errors inside the worker that were kept from vLLM", "worker"),
     "lookup_hits": ("Lookups answered with a hit", "manager"),
     "lookup_misses": ("Lookups answered with a miss", "manager"),
-    "lookup_pending": ("Lookups answered later: the object was being verified, or waited for room in the ring", "manager"),
+    "lookup_pending": (
+        "Lookups answered later: the object was being verified, or waited for room in the ring",
+        "manager",
+    ),
     "lookup_unverified": ("Lookups answered with a miss since the object was not verified in time", "manager"),
     "verify_failures": ("Objects that could not be verified", "manager"),
     "lookup_denied": ("Lookups of objects whose load had failed", "manager"),

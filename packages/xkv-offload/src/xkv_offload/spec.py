@@ -150,9 +150,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         sync_loads.check_launch(
             view,
             self._features,
-            plan=failures.by_blocks(
-                features=self._features, full_attention=full_attention, world_size=view.world_size
-            ),
+            plan=failures.by_blocks(features=self._features, full_attention=full_attention, world_size=view.world_size),
             schedules_ahead=schedules_ahead(vllm_config),
             failure_policy=kv_load_failure_policy(vllm_config),
         )

@@ -76,7 +76,9 @@ class XkvWorker:
             if parts:
                 self._loads.submit(job, parts, src_spec)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
-            self._survive(job_id, "submit_load", is_store=False, blocks=blocks, req_id=src_spec.req_id, expedited=expedited)
+            self._survive(
+                job_id, "submit_load", is_store=False, blocks=blocks, req_id=src_spec.req_id, expedited=expedited
+            )
         return True
 
     def transfer_async(self, job_id: int, spec: tuple[Any, Any]) -> bool:

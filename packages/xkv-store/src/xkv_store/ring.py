@@ -233,7 +233,8 @@ def regions(
 
     The reserve is the whole engine's; each rank has its share, rounded up, at least one slot and at most
     all but one. What the scheduler has is taken off the ring's end first; where it has any, it is the scheduler
-    that reads, and ranks keep one slot for it. What does not divide evenly stays unused. Raises UserError where a rank would have fewer than two slots.
+    that reads, and ranks keep one slot for it. What does not divide evenly stays unused. Raises UserError where a
+    rank would have fewer than two slots.
     """
     assert world_size > 0
     staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=slot_bytes)
