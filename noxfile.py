@@ -243,8 +243,9 @@ def gate(session: nox.Session) -> None:
     if "--json" in session.posargs:
         _end(verdict)
         return
+    page = _matrix(session, "table", "--check")
     _print_results()
-    _end(max(verdict, _matrix(session, "table", "--check")))
+    _end(max(verdict, page))
 
 
 @nox.session(default=False)
