@@ -143,6 +143,7 @@ def pytest(
         counts["failed"] = counts.get("failed", 0) + counts["skipped"]
     if done.returncode != 0 and not counts.get("failed"):
         counts["failed"] = 1
+        result.failures.append(f"pytest ended with {done.returncode}, and says of no test that it failed")
     result.add(counts)
 
 

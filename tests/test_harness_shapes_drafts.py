@@ -91,3 +91,19 @@ def test_a_draft_that_no_group_is_named_for(rig: Rig, case: str) -> None:
     last = {"a window": tuple(range(hit - 2, hit)), "states": (hit - 1,)}
     wanted = [tuple(range(hit)), *([last[case]] if case in last else [])]
     assert loaded == ([[blocks] for blocks in wanted] if hit else [[] for _ in wanted])
+
+
+def test_a_draft_beside_states_and_their_tails(rig: Rig) -> None:
+    # The newest releases look for a tail in the block after the chunk that a draft gives up as well.
+    groups = (full(padding_bytes=512, is_draft=True), mamba())
+    shape = Shape(groups=groups, blocks=64, speculative=True, shared=True, hash_tokens=4)
+    tokens = prompt(tokens=206, seed=6)
+    first = rig.launch(shape)
+    first.serve("cold", tokens, output_tokens=3)
+    first.await_stores()
+    second = rig.relaunch(first)
+    for name, more in (("restored", tokens), ("longer", prompt(tokens=246, seed=7, after=tokens))):
+        second.forget()
+        request = second.serve(name, more, output_tokens=20)
+        assert request.finish_reason == "length"
+        assert [blocks[-1:] for blocks in request.loaded(0)] == request.loaded(1), "the state after the rows, alone"

@@ -160,6 +160,16 @@ def test_what_a_failed_check_says_is_a_reason(
     assert capfd.readouterr().out.splitlines() == (failures or ["fits"])
 
 
+def test_a_pytest_that_ends_by_itself_is_a_failure_with_a_reason(results: ModuleType, tmp_path: Path) -> None:
+    """As it does where a test's time is over."""
+    (tmp_path / "test_it.py").write_text("import os\n\ndef test_it(): os._exit(7)\n")
+    results.RESULTS.mkdir()
+    result = results.Result("stack", "1.2.3")
+    results.pytest(Session(), result, sys.executable, "-c", "/dev/null", str(tmp_path))
+    assert result.counts == {"failed": 1}
+    assert result.failures == ["pytest ended with 7, and says of no test that it failed"]
+
+
 def test_a_malformed_row_ends_nox_with_one_line(tmp_path: Path) -> None:
     rows = tmp_path / "targets.toml"
     rows.write_text('[[target]]\nrelease = "1.2.3"\n')
