@@ -13,6 +13,7 @@ from harness import release
 from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import Story, prompt
+from xkv_compat.features import detect_live
 
 if TYPE_CHECKING:
     from harness.engine import Engine, Step
@@ -192,13 +193,18 @@ def test_a_bad_object_of_groups_that_blocks_say_nothing_of(rig: Rig, groups: tup
     engine = stored(rig, shape, policy=policy)
     damage(rig, shape, block=BLOCKS - 1)
     request = engine.serve("hit by it", TOKENS, output_tokens=2)
-    if release.channel(shape) == "request_errors" and policy == "fail":
+    told = release.channel(shape) == "request_errors"
+    if told and policy == "fail":
         assert request.finish_reason == "error"
         assert request.computed_tokens == 0
     else:
         assert request.finish_reason == "length"
-        assert request.loaded()[-1][-1] < BLOCKS - 1
-    assert [BLOCKS - 1 in blocks for blocks in serve_again(engine, "after it")] == [is_mended_at_once(shape)]
+        assert BLOCKS - 1 not in {block for blocks in request.loaded()[-1:] for block in blocks} or told
+    again = [BLOCKS - 1 in blocks for blocks in serve_again(engine, "after it")]
+    # Told by request, vLLM has the whole prompt computed, and most releases store what they took for stored only with
+    # the next one; a window's chunks are kept where a prompt ends alone, so that no shorter prefix can be loaded.
+    offers_again = detect_live()["manager_lock"] and policy == "recompute"  # with each match, since the same release
+    assert again == ([True] if not told or offers_again else [])
     assert [BLOCKS - 1 in blocks for blocks in serve_again(engine, "whole again")] == [True]
 
 
@@ -217,7 +223,8 @@ def test_a_gateway_killed_while_a_hybrid_is_read(rig: Rig, point: str) -> None:
     assert engine.serve("without it", TOKENS).loads == []
     rig.gateway.start()
     engine.await_gateway()
-    assert serve_again(engine, "stored anew or still believed")[-1] == tuple(range(BLOCKS))
+    serve_again(engine, "stored anew where it was denied")
+    assert serve_again(engine, "whole again") == [tuple(range(BLOCKS))]
 
 
 def test_many_equal_and_unequal_prompts_at_once_in_a_small_staged_region(rig: Rig) -> None:
