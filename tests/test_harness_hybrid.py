@@ -120,3 +120,19 @@ def test_a_chunk_with_a_hole_that_a_hit_needs_half_of_is_not_stored(rig: Rig) ->
 
     engine.forget()
     assert engine.serve("nothing without the hole", longer, output_tokens=2).loads == []
+
+
+def test_a_prompt_that_shares_a_part_of_a_stored_one(rig: Rig) -> None:
+    # A release that offers only the window before a prompt's end has stored nothing of the window at the junction.
+    shape = Shape(groups=(full(), sliding(window=48)), blocks=64, blocks_per_chunk=2)
+    tokens = prompt(tokens=200, seed=1)
+    first = rig.launch(shape)
+    first.serve("cold", tokens)
+    rig.gateway.await_objects(sum(map(len, offered(shape, len(tokens)))))
+
+    second = rig.relaunch(first)
+    branch = second.serve("branch", prompt(tokens=150, seed=2, after=tokens[:100]), output_tokens=2)
+    if detect_live()["window_store_mask"]:
+        assert branch.loads == []
+    else:
+        assert (branch.loaded(0), branch.loaded(1)) == ([tuple(range(6))], [(3, 4, 5)])

@@ -73,6 +73,16 @@ def test_the_row_must_say_what_the_table_says(extracted: tuple[Target, Path], pl
     assert all(text.startswith("features: targets.toml: 9.9.9: the row ") for text in texts)
 
 
+def test_what_no_harness_test_calls_is_kept_with_its_reason(extracted: tuple[Target, Path], places: Places) -> None:
+    target, tree = extracted
+    table = places.table(target)
+    with table.open("a", encoding="utf-8") as file:
+        file.write('[uncovered]\n"manager.lookup scheduler:f:1" = "why"\n')
+    assert _texts(target, tree, places) == []
+    write(target, tree, places)
+    assert load_expected(table).uncovered == {"manager.lookup scheduler:f:1": "why"}
+
+
 def test_known_misfits_are_pinned(extracted: tuple[Target, Path], places: Places) -> None:
     """A misfit is accepted by its name only, and a name that fits by now must go."""
     target, tree = extracted
@@ -106,6 +116,7 @@ def test_what_is_not_committed_is_a_finding(extracted: tuple[Target, Path], plac
     [
         ("[features]\nx = 1\n", "must be a table of true and false"),
         ("[features]\n[misfits]\nx = ''\n", "must be a table of reasons"),
+        ("[features]\n[uncovered]\nx = 1\n", "must be a table of reasons"),
         ("[features]\n[other]\n", "unknown table 'other'"),
         ("[features", "9.9.9.toml: "),
     ],
