@@ -221,8 +221,18 @@ def test_a_request_that_is_asked_for_no_more_loses_what_it_holds(clock: Clock) -
     one.step()
     assert one.reads.free == 2
     assert one.ask("b", 3) == "P"
-    with pytest.raises(KeyError):
-        one.staging.take_for_load("a", [name(1)])
+    assert one.staging.take_for_load("a", [name(1)]) == ((),), "it is read again, by the workers"
+
+
+def test_a_chunk_that_was_not_looked_up_is_left_to_the_workers(clock: Clock) -> None:
+    one = rig(4)
+    one.ask("a", 1)
+    one.step()
+    one.ask("a", 1)
+    taken = one.staging.take_for_load("a", [name(1), name(2)])
+    assert [len(objects) for objects in taken] == [1, 0]
+    one.staging.loaded("a", {name(1), name(2)})
+    assert one.reads.free == 4
 
 
 def test_the_number_of_requests_is_bounded(clock: Clock) -> None:

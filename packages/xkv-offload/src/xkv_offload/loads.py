@@ -54,30 +54,29 @@ class Loads:
         self._feeding = False
 
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Fetch the objects of `parts` in order, as the load region has room; or copy what is staged already."""
-        if spec.staged:
-            self._copy_staged(job, parts, spec)
-            return
+        """Fetch the objects of `parts` in order, as the load region has room; copy those that are staged already."""
         object_key = self._context.object_key
-        fetches = [
-            _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part)) for part in parts
-        ]
+        fetches = []
+        for part in parts:
+            fetch = _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part))
+            if spec.staged and spec.staged[part.key]:
+                self._copy_staged(fetch, spec.staged[part.key][self._context.object_rank])
+            else:
+                fetches.append(fetch)
+        if not fetches:
+            return
         with self._lock:
             self._open[job.job_id] = fetches
             self._waiting.extend(fetches)
         self._feed()
 
-    def _copy_staged(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Copy verified objects out of the ring. The slots are the scheduler's, until the job is over."""
-        for part in parts:
-            own = spec.staged[part.key][self._context.object_rank]
-            fetch = _Fetch(job, part, self._context.object_key(spec.namespace, spec.keys[part.key]), self._base(part))
-            if own.length != self._length(fetch):
-                fetch.base = 0
-            if own.length != self._length(fetch) or not self._queue.push(
-                Priority.LOAD, job.job_id, partial(self._scatter_staged, fetch, own)
-            ):
-                self._fail_staged(fetch)
+    def _copy_staged(self, fetch: _Fetch, own: StagedObject) -> None:
+        """Copy a verified object out of the ring. The slots are the scheduler's, until the job is over."""
+        if own.length != self._length(fetch):
+            fetch.base = 0
+        copy = partial(self._scatter_staged, fetch, own)
+        if own.length != self._length(fetch) or not self._queue.push(Priority.LOAD, fetch.job.job_id, copy):
+            self._fail_staged(fetch)
 
     def _scatter_staged(self, fetch: _Fetch, own: StagedObject) -> None:
         """On the copy thread: copy one object, if it is still there before and after."""

@@ -181,7 +181,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             chunk_bytes=[layout.chunk_bytes for layout in layouts],
             config=config,
             world_size=view.world_size,
-            load_slots=staged // (1 if replicated else view.world_size) if staged else region.load_slots,
+            load_slots=min(region.load_slots, staged // (1 if replicated else view.world_size))
+            if staged
+            else region.load_slots,
             store_slots=region.store_slots,
         )
         mover = make_mover(

@@ -209,18 +209,21 @@ class Staging:
     def take_for_load(self, req_id: str, keys: Collection[bytes]) -> tuple[tuple[StagedObject, ...], ...]:
         """Hand the request's verified chunks `keys` to a load job; what else it holds is let go.
 
-        Raises KeyError where a key was not verified for it: then nothing has been handed over.
+        Nothing for a key that was not verified for it: some releases load a window's first chunk without a lookup.
         """
-        request = self._requests[req_id]
-        chunks = [request.chunks[key] for key in keys]
-        if any(chunk.state is not State.READY for chunk in chunks) or req_id in self._in_jobs:
-            raise KeyError(req_id)
+        request = self._requests.get(req_id)
         jobs = self._in_jobs.setdefault(req_id, {})
-        for chunk in chunks:
+        objects: list[tuple[StagedObject, ...]] = []
+        for key in keys:
+            chunk = request.chunks.get(key) if request is not None else None
+            if chunk is None or chunk.state is not State.READY or key in jobs:
+                objects.append(())
+                continue
             chunk.jobs += 1
-            jobs[chunk.key] = chunk
+            jobs[key] = chunk
+            objects.append(chunk.objects)
         self.forget(req_id)
-        return tuple(chunk.objects for chunk in chunks)
+        return tuple(objects)
 
     def loaded(self, req_id: str, keys: Iterable[bytes]) -> None:
         """The load job of these keys is over on every rank."""

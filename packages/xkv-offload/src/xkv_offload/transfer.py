@@ -25,7 +25,7 @@ class XkvTransferSpec:
     the old one. `keys`: vLLM's offload keys, group-major, in the order of the job's blocks. For stores, `family` is
     the arrival of the request (µs since 1970), `positions` the chunks' places in it (order of eviction), and
     `replace` says which of them must not be taken for held. `req_id` is the request that a load is for. `staged`:
-    where a load's objects lie already, by key and object rank; empty where the workers read them themselves.
+    where a load's objects lie already, by key and object rank; nothing for those that the workers read themselves.
     """
 
     namespace: bytes

@@ -232,9 +232,8 @@ def regions(
     """Divide a ring evenly over the ranks, and each rank's part into slots for stores and for loads.
 
     The reserve is the whole engine's; each rank has its share, rounded up, at least one slot and at most
-    all but one. What the scheduler has is taken off the ring's end first; where it has any, it is the scheduler
-    that reads, and ranks keep one slot for it. What does not divide evenly stays unused. Raises UserError where a
-    rank would have fewer than two slots.
+    all but one. What the scheduler has is taken off the ring's end first; what does not divide evenly stays
+    unused. Raises UserError where a rank would have fewer than two slots.
     """
     assert world_size > 0
     staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=slot_bytes)
@@ -243,6 +242,6 @@ def regions(
         needed = (2 * world_size + staged) * slot_bytes
         beside = f" beside xkv.staged_bytes = {staged_bytes}" if staged else ""
         raise UserError(f"xkv.ring_bytes is {ring_bytes}: {world_size} ranks need at least {needed}{beside}")
-    share = 1 if staged else -(-load_reserve_bytes // (slot_bytes * world_size))
+    share = -(-load_reserve_bytes // (slot_bytes * world_size))
     load = min(max(share, 1), each - 1)
     return tuple(RankRegions(first=rank * each, store_slots=each - load, load_slots=load) for rank in range(world_size))
