@@ -64,7 +64,12 @@ class Engine:
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
-        transfer = KVTransferConfig(**job["kv_transfer_config"])
+        from xkv_compat.features import detect_live
+
+        extra = dict(job["kv_transfer_config"]["kv_connector_extra_config"])
+        if not detect_live()["blocks_per_chunk_key"]:  # the chunk is given in tokens there
+            extra["block_size"] = extra.pop("blocks_per_chunk") * job["llm"]["block_size"]
+        transfer = KVTransferConfig(**{**job["kv_transfer_config"], "kv_connector_extra_config": extra})
         self._llm = LLM(**job["llm"], kv_transfer_config=transfer)
         self._reporter = reporter
         self._core = self._llm.llm_engine.engine_core.engine_core
