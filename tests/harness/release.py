@@ -64,7 +64,6 @@ _PLACES = {
     "kv": "vllm.v1.kv_cache_interface",
     "kv_cache_utils": "vllm.v1.core.kv_cache_utils",
     "hash_function": "vllm.utils.hashing:get_hash_fn_by_name",
-    "KVCacheManager": "vllm.v1.core.kv_cache_manager:KVCacheManager",
     "Scheduler": "vllm.v1.core.sched.scheduler:Scheduler",
     "SchedulerOutput": "vllm.v1.core.sched.output:SchedulerOutput",
     "connector": "vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector",
@@ -90,7 +89,6 @@ class Names:
     kv: Any
     kv_cache_utils: Any
     hash_function: Any
-    KVCacheManager: Any
     Scheduler: Any
     SchedulerOutput: Any
     connector: Any
@@ -213,7 +211,7 @@ def reconciles_hits() -> bool:
 
     The same releases have mended the count of a window's blocks in a load.
     """
-    return "get_computed_blocks_for_connector" in vars(names().KVCacheManager)
+    return detect_live()["state_hits_agree"]
 
 
 def loads_inside_step(job: Any) -> bool:

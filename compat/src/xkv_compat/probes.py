@@ -415,6 +415,13 @@ FEATURES: tuple[Feature, ...] = (
         "loads are submitted before the forward pass",
     ),
     Feature(
+        "state_hits_agree",
+        _member("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks_for_connector"),
+        "0.27",
+        "with a connector, a request begins where attention and Mamba both have what they need",
+        "it may begin where there is no Mamba state: Mamba beside other layers is a start-up error",
+    ),
+    Feature(
         "gauge_multiprocess_mode",
         _field(_BASE, "OffloadingGaugeMetadata", "multiprocess_mode"),
         "0.33",

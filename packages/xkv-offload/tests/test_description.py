@@ -8,7 +8,16 @@ import pytest
 from xkv_compat.vllm_symbols import ConfigView, GroupView, LayerFacts
 from xkv_offload import description
 from xkv_offload.config import parse
-from xkv_offload.description import GroupKind, check_room, check_supported, compact, describe, is_replicated, kinds
+from xkv_offload.description import (
+    GroupKind,
+    check_room,
+    check_states,
+    check_supported,
+    compact,
+    describe,
+    is_replicated,
+    kinds,
+)
 from xkv_store.errors import UserError
 
 FEATURES = {
@@ -170,6 +179,22 @@ def test_kinds_by_group_and_none_where_a_layer_is_unknown() -> None:
     assert kinds(view(), LAYERS) == (GroupKind(True, False, False), GroupKind(False, False, True))
     assert kinds(view(), {"a": layer()}) is None
     assert kinds(view(), None) is None
+
+
+@pytest.mark.parametrize("others", [{}, {"b": layer(is_full_attention=False, is_sliding_window=True)}])
+def test_states_beside_other_groups_are_refused_where_vllm_begins_without_one(others: dict[str, LayerFacts]) -> None:
+    """Let through, the engine would say what follows from whatever lies in the null block."""
+    words = "Mamba layers beside other layers are refused on this vLLM.*newer vLLM.*without a KV connector"
+    with pytest.raises(UserError, match=words):
+        check_states(view(), LAYERS | others, {"state_hits_agree": False})
+    check_states(view(), LAYERS | others, {"state_hits_agree": True})
+
+
+def test_states_alone_and_groups_without_states_are_taken_everywhere() -> None:
+    old = {"state_hits_agree": False}
+    check_states(view(groups=(GroupView(32, ("c",), 0, None),)), {"c": LAYERS["c"]}, old)
+    check_states(view(), {"a": layer(), "b": layer(), "c": layer(is_full_attention=False)}, old)
+    check_states(view(), None, old)
 
 
 @pytest.mark.parametrize(

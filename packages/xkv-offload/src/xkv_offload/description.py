@@ -98,6 +98,22 @@ def kinds(view: ConfigView, layers: Mapping[str, LayerFacts] | None) -> tuple[Gr
     return tuple(found)
 
 
+def check_states(view: ConfigView, layers: Mapping[str, LayerFacts] | None, features: Mapping[str, bool]) -> None:
+    """Raise UserError for Mamba's states beside another group where vLLM may read a state that nobody has.
+
+    Such a vLLM, given any connector, begins a request behind the longest of all groups' local hits, though states are
+    kept at few positions. Without prefix caching it takes no OffloadingConnector for such a model. One group is safe.
+    """
+    if features["state_hits_agree"] or len(view.groups) < 2:
+        return
+    if any(one.is_mamba for one in (layers or {}).values()):
+        raise UserError(
+            "Mamba layers beside other layers are refused on this vLLM: with any KV connector it may begin a request "
+            "at a token for which it has attention's pages and no Mamba state, and answer wrongly; use a newer vLLM "
+            "(xkv's README says which), or this one without a KV connector"
+        )
+
+
 def is_replicated(view: ConfigView, config: Config, group_kinds: Sequence[GroupKind] | None) -> bool:
     """Whether one object serves all ranks. Raises UserError where that was asked for and would be wrong."""
     identical = bool(group_kinds) and all(kind.mla for kind in group_kinds or ())

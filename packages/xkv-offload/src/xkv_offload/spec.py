@@ -142,6 +142,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         assert vllm_config is not None, "vLLM sets its configuration while it makes a worker"
         started = time.monotonic()
         layers = layer_specs(vllm_config)
+        description.check_states(view, layers, self._features)
         group_kinds = description.kinds(view, layers)
         full_attention = tuple(kind.full_attention for kind in group_kinds or ()) or (False,) * len(view.groups)
         failure_plan = failures.choose(
