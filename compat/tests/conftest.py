@@ -181,6 +181,10 @@ def _gen_lora_extra_hash_keys(request):
     """Tagged with "lora"."""
     return [("lora", request.lora_name)]
 ''',
+    "v1/core/kv_cache_manager.py": """
+class KVCacheManager:
+    def get_computed_blocks_for_connector(self, request): ...
+""",
     "v1/core/sched/scheduler.py": """
 class Scheduler:
     def _handle_failed_recving(self): ...
