@@ -36,7 +36,7 @@ START_S_MAX = 30.0
 END_S_MAX = 30.0
 POINT_S_MAX = 30.0
 POLL_S = 0.01
-RING_BYTES = 64 * 1024 * 1024  # twice what the largest case has under way
+RING_BYTES = 128 * 1024 * 1024  # half of it for stores: all that the largest case has under way
 
 
 class Gateway:
