@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 
 
 def refused(rig: Rig, shape: Shape) -> bool:
-    """Whether this release's engine may not have this shape: states beside other groups. If so, it has been tried."""
+    """Whether this release may not have this shape: states beside other groups. If so, a start has shown it.
+
+    To be asked before anything is launched.
+    """
     beside = len(shape.groups) > 1 and any(group.kind == "mamba" for group in shape.groups)
     if not beside or detect_live()["state_hits_agree"]:
         return False
     with pytest.raises(UserError, match="Mamba layers beside other layers are refused on this vLLM"):
         rig.launch(shape)
-    assert rig.gateway.status()["objects"] == 0
+    assert rig.gateway.status()["engines"] == 0, "refused before anything is attached"
     return True
