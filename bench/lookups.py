@@ -68,6 +68,7 @@ def _manager(card: SchedulerCard) -> XkvManager:
     words = Words(
         miss=False,
         hit=True,
+        pending=None,
         prepare_store_output=SimpleNamespace,
         request_context=SimpleNamespace,
         stats=SimpleNamespace,

@@ -120,7 +120,7 @@ def test_our_own_compat_needs_nothing_but_the_standard_library(into: Path) -> No
 @pytest.mark.slow
 def test_our_own_stack_needs_none_of_its_originals(into: Path) -> None:
     place = vendor(into, "third", whole=True)
-    needs_vllm = ("third.xkv_offload.spec",)
+    needs_vllm = ("third.xkv_offload.spec", "third.xkv_offload.connector")
     assert _imported(into, *needs_vllm) > 50
     for path in place.rglob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():

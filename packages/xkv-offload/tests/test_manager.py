@@ -86,7 +86,7 @@ def request(name: str = "r") -> Any:
     return SimpleNamespace(req_id=name)
 
 
-def make(card: FakeCard, *, staging: Staging | None = None, **changes: Any) -> XkvManager:
+def make(card: FakeCard, *, staging: Any = None, **changes: Any) -> XkvManager:
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "ranks": 1,

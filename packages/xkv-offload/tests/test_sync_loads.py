@@ -57,7 +57,7 @@ def test_several_groups_or_ranks_are_refused(changes: Any, words: str) -> None:
 
 
 def test_a_failure_that_cannot_be_told_is_refused_with_its_reason() -> None:
-    none = Plan("none", "recomputing is unsound")
+    none = Plan("verified", "recomputing is unsound")
     with pytest.raises(UserError, match="is refused: recomputing is unsound"):
         check_launch(view(), FEATURES, plan=none, schedules_ahead=False, failure_policy="fail")
     check_launch(view(0), FEATURES, plan=none, schedules_ahead=True, failure_policy="recompute")
