@@ -14,6 +14,7 @@ from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import Story, prompt
 from xkv_compat.features import detect_live
+from xkv_store.geometry import SLOT_BYTES
 
 if TYPE_CHECKING:
     from harness.engine import Engine, Step
@@ -225,6 +226,18 @@ def test_a_gateway_killed_while_a_hybrid_is_read(rig: Rig, point: str) -> None:
     engine.await_gateway()
     serve_again(engine, "stored anew where it was denied")
     assert serve_again(engine, "whole again") == [tuple(range(BLOCKS))]
+
+
+def test_a_prompt_larger_than_the_staged_region_restores_what_fits(rig: Rig) -> None:
+    shape = Shape(groups=HYBRID, blocks=64, blocks_per_chunk=2, dense=True)
+    first = rig.launch(shape, extra={"xkv.staged_bytes": 8 * SLOT_BYTES})
+    first.serve("cold", TOKENS)
+    first.await_stores()
+    restored = rig.relaunch(first, extra={"xkv.staged_bytes": 8 * SLOT_BYTES}).serve("restored", TOKENS)
+    # Of eight slots, six are for the prefix and two for the window at its end.
+    blocks = 12 if release.channel(shape) == "verified" else BLOCKS
+    assert restored.loaded(0) == [tuple(range(blocks))]
+    assert restored.loaded(1) == [tuple(range(blocks - 3, blocks))]
 
 
 def test_many_equal_and_unequal_prompts_at_once_in_a_small_staged_region(rig: Rig) -> None:

@@ -324,7 +324,7 @@ class FakeReads:
 def test_where_no_load_may_fail_a_hit_is_verified_first() -> None:
     card, reads = FakeCard(), FakeReads()
     card.confirm([key(1)], ranks=2)
-    manager = make(card, staging=Staging(reads, pending_seconds=2), ranks=2)
+    manager = make(card, staging=Staging(reads, pending_seconds=2, groups=1), ranks=2)
     assert manager.lookup(key(2), request()) == "MISS"
     assert manager.lookup(key(1), request()) == "PENDING"
     manager.on_schedule_end()
@@ -341,7 +341,7 @@ def test_where_no_load_may_fail_a_hit_is_verified_first() -> None:
 def test_what_cannot_be_verified_is_a_miss_until_it_is_stored_anew() -> None:
     card, reads = FakeCard(), FakeReads(ok=False)
     card.confirm([key(1)], generation=1)
-    manager = make(card, staging=Staging(reads, pending_seconds=2))
+    manager = make(card, staging=Staging(reads, pending_seconds=2, groups=1))
     assert manager.lookup(key(1), request()) == "PENDING"
     manager.on_schedule_end()
     assert [manager.lookup(key(1), request()) for _ in range(2)] == ["MISS", "MISS"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xkv_offload import staging as staging_module
-from xkv_offload.staging import Chunk, ReadDone, Staging
+from xkv_offload.staging import Answer, Chunk, ReadDone, Staging
 
 NAMESPACE = b"n" * 16
 
@@ -94,13 +94,14 @@ class Rig:
         self.reads.end(ok=ok, denied=denied)
 
 
-def rig(slots: int, *, objects: int = 1, fragments: int = 1) -> Rig:
+def rig(slots: int, *, objects: int = 1, fragments: int = 1, groups: int = 1) -> Rig:
     reads = FakeReads(slots)
-    return Rig(reads, Staging(reads, pending_seconds=2.0), objects, fragments)
+    return Rig(reads, Staging(reads, pending_seconds=2.0, groups=groups), objects, fragments)
 
 
 def name(key: int) -> bytes:
-    return key.to_bytes(4, "big") * 9
+    """An offload key: a hash, and the number of its group."""
+    return key.to_bytes(4, "big") * 8 + bytes(4)
 
 
 def test_a_hit_is_given_only_for_what_has_been_read(clock: Clock) -> None:
@@ -192,6 +193,36 @@ def test_a_request_that_wants_more_than_there_is_has_its_verified_prefix(clock: 
     assert one.ask("a", 1, 2, 3, 4, 5) == "PPPMM"
     one.step()
     assert one.ask("a", 1, 2, 3, 4, 5) == "HHHMM"
+
+
+def test_one_group_leaves_room_for_the_windows_of_others(clock: Clock) -> None:
+    # A prefix that takes all the room could never be hit: the other group's window at its end must be there as well.
+    one = rig(4, groups=2)
+    assert one.ask("a", 1, 2, 3, 4) == "PPPM"
+    other = name(9)[:-4] + b"\x00\x00\x00\x01"
+
+    def window() -> Answer:
+        return one.staging.lookup(req_id="a", namespace=NAMESPACE, key=other, objects=1, fragments=1)
+
+    assert window() is Answer.PENDING
+    one.step()
+    assert one.ask("a", 1, 2, 3, 4) == "HHHM"
+    assert window() is Answer.HIT
+
+
+def test_windows_of_a_longer_prefix_than_there_is_make_room(clock: Clock) -> None:
+    # While the prefix is pending, vLLM looks up the window at the prompt's end; then the one where the prefix ends.
+    one = rig(4, groups=2)
+
+    def window(key: int) -> Answer:
+        other = name(key)[:-4] + b"\x00\x00\x00\x01"
+        return one.staging.lookup(req_id="a", namespace=NAMESPACE, key=other, objects=1, fragments=1)
+
+    assert (one.ask("a", 1, 2, 3, 4), window(4)) == ("PPPM", Answer.PENDING)
+    one.step()
+    assert (one.ask("a", 1, 2, 3, 4), window(3)) == ("HHHM", Answer.PENDING)
+    one.step()
+    assert (one.ask("a", 1, 2, 3, 4), window(3)) == ("HHHM", Answer.HIT)
 
 
 def test_a_chunk_larger_than_the_region_misses_at_once(clock: Clock) -> None:

@@ -301,7 +301,7 @@ def scheduler_of(folder: Path, *, engine: str, ring_slots: int = 64) -> Iterator
         )
     )
     try:
-        yield Staging(StagedReads(client), pending_seconds=DEADLINE_S)
+        yield Staging(StagedReads(client), pending_seconds=DEADLINE_S, groups=1)
     finally:
         client.close()
 
@@ -595,7 +595,7 @@ def test_a_full_store_region_sheds_and_heals(gateway: GatewayProcess, tmp_path: 
         worker.submit_store(0, whole(1, 3), spec([1, 2, 3]))
         assert finish(worker, 0).success
         assert PROCESS_COUNTERS["shed_objects"] == 2
-        assert worker.context.client.control.store_bytes() == BPC * sum(PAGES)
+        assert worker.context.client.control.store_bytes() == 4 * SLOT
         gateway.let_go("put.before_write")
         until_confirmed(1)
         assert worker.context.client.control.store_bytes() == 0

@@ -29,8 +29,6 @@ REQUESTS_MAX = 1 << 16  # that have stored; 0.26 stores once more after it said 
 DENIED_MAX = 1 << 16  # failed loads that are remembered; beyond it the oldest are forgotten
 SHED_LOG_SECONDS = 60.0
 
-_COUNTED = {Answer.HIT: "lookup_hits", Answer.PENDING: "lookup_pending", Answer.MISS: "lookup_unverified"}
-
 _R = TypeVar("_R")
 
 
@@ -63,7 +61,7 @@ class Card(Protocol):
         """New denials (tag, generation), and whether some were lost."""
 
     def store_bytes(self) -> int:
-        """Bytes on their way to the card, on the rank that has most."""
+        """Bytes of the ring that are on their way to the card, on the rank that has most."""
 
     def fragments(self, tag: int) -> int:
         """Fragments of each rank's object of a chunk."""
@@ -89,7 +87,8 @@ class Words:
 class ManagerOptions:
     """What is fixed when an engine starts.
 
-    `group_bytes`: by vLLM's group number, bytes of a whole chunk on one rank (0: the group is never stored).
+    `group_bytes`: by vLLM's group number, bytes of the ring that a whole chunk takes on one rank, in whole slots
+    (0: the group is never stored).
     `store_backlog_bytes`: per rank. `loads`, `stores`: by vLLM's kv_role.
     """
 
@@ -122,6 +121,11 @@ class XkvManager:
         self._staging = staging
         self._options = options
         self._words = words
+        self._answers = {
+            Answer.HIT: ("lookup_hits", words.hit),
+            Answer.PENDING: ("lookup_pending", words.pending),
+            Answer.MISS: ("lookup_unverified", words.miss),
+        }
         self._counts = Increments()
         self._namespace = options.namespace
         self._salts: dict[bytes, list[tuple[int, int]]] = {}
@@ -154,9 +158,12 @@ class XkvManager:
         if not self._held(key, touch=True):
             self._counts.add("lookup_misses")
             return self._words.miss
-        answer = Answer.HIT if self._staging is None else self._verified(self._staging, key, req_id)
-        self._counts.add(_COUNTED[answer])
-        return {Answer.HIT: self._words.hit, Answer.PENDING: self._words.pending}.get(answer, self._words.miss)
+        if self._staging is None:
+            self._counts.add("lookup_hits")
+            return self._words.hit
+        counted, answer = self._answers[self._verified(self._staging, key, req_id)]
+        self._counts.add(counted)
+        return answer
 
     def _verified(self, staging: Staging, key: bytes, req_id: str) -> Answer:
         """What staging says of a chunk that the card holds."""

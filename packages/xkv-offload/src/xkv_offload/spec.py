@@ -7,7 +7,7 @@ Must not know: which symbols vary between releases (compat), how anything after 
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from xkv_compat.features import detect_live
@@ -25,7 +25,7 @@ from xkv_compat.vllm_symbols import (
     vllm_version_text,
 )
 from xkv_store.client import Client
-from xkv_store.geometry import HEADER_BYTES
+from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.ring import regions, staged_slots
 
 from . import description, failures, identity, sync_loads
@@ -104,7 +104,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             )
         client.publish_namespace(adopted.namespace, adopted.text)
         ranks = 1 if engine["replicated"] else view.world_size
-        chunk_bytes = dict(zip((group.group_id for group in view.groups), engine["chunk_bytes"], strict=True))
+        geometry = Geometry.of_fragment_bytes(config.fragment_bytes)
+        slots = [geometry.fragments(size) if size else 0 for size in engine["chunk_bytes"]]
+        ring_bytes = [number * geometry.slot_bytes for number in slots]
         rank_ring_bytes = config.ring_bytes // view.world_size
         logger.info(
             "xkv: namespace %s, %s",
@@ -116,14 +118,12 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             options=ManagerOptions(
                 namespace=adopted.namespace,
                 ranks=ranks,
-                group_bytes=chunk_bytes,
+                group_bytes=dict(zip((group.group_id for group in view.groups), ring_bytes, strict=True)),
                 store_backlog_bytes=config.store_backlog_bytes or rank_ring_bytes // 2,
                 loads=engine["kv_role"] != "kv_producer",
                 stores=engine["kv_role"] != "kv_consumer",
             ),
-            staging=Staging(StagedReads(client), pending_seconds=config.pending_timeout_ms / 1000)
-            if engine["channel"] == "verified"
-            else None,
+            staging=self._staging(client, slots=slots, ranks=ranks) if engine["channel"] == "verified" else None,
             words=Words(
                 miss=_framework.LookupResult.MISS,
                 hit=_framework.LookupResult.HIT,
@@ -134,6 +134,25 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 load_source=_framework.CacheHitSource.DISK if _framework.CacheHitSource else None,
             ),
         )
+
+    def _staging(self, client: Client, *, slots: Sequence[int], ranks: int) -> Staging:
+        """Where hits are verified first. `slots`: of a whole chunk of each group on one rank."""
+        reads = StagedReads(client)
+        staging = Staging(
+            reads,
+            pending_seconds=self._config.pending_timeout_ms / 1000,
+            groups=sum(number > 0 for number in slots),
+        )
+        largest, tokens = max(
+            (number, group.tokens_per_block) for number, group in zip(slots, self._view.groups, strict=True)
+        )
+        logger.info(
+            "xkv: hits are verified before they are given; the %d MiB of xkv.staged_bytes restore at most %d tokens of "
+            "one prompt",
+            self._config.staged_bytes >> 20,
+            staging.group_slots_max // (max(largest, 1) * ranks) * tokens * self._view.blocks_per_chunk,
+        )
+        return staging
 
     def get_worker(self, kv_caches: Any) -> XkvWorker:
         """One rank's side: attach, publish the rank's identity, ready the copies."""

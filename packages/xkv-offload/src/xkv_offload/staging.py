@@ -7,7 +7,7 @@ Must not know: vLLM, the lookup table, how a read is made.
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_MAX = 1024  # that are looked up at once; vLLM runs far fewer, further ones miss
 LEASE_SECONDS = 5.0  # vLLM asks again each step, unless it lacks pages for longer than that
+GROUP_SHARE_MAX = 0.75  # of the region, for one group's chunks where there are others: their windows end a prefix
 QUARANTINE_SECONDS = 60.0  # after a reset, for copies of jobs that vLLM tells nothing more of
 
 
@@ -112,13 +113,17 @@ class _Request:
     wants_more: bool = False
     failed: set[bytes] = field(default_factory=set)
     chunks: dict[bytes, Chunk] = field(default_factory=dict)
+    asked: dict[bytes, int] = field(default_factory=dict)  # the step of each chunk's last lookup
+    group_slots: Counter[bytes] = field(default_factory=Counter)  # by the key's group, of all its chunks so far
 
 
 class Staging:
     """All staged chunks of one engine. One thread (vLLM's scheduling thread)."""
 
-    def __init__(self, reads: Reads, *, pending_seconds: float) -> None:
+    def __init__(self, reads: Reads, *, pending_seconds: float, groups: int) -> None:
+        """`groups`: KV-cache groups whose chunks are stored."""
         self._reads = reads
+        self.group_slots_max = reads.slots if groups == 1 else int(reads.slots * GROUP_SHARE_MAX)
         self._pending_seconds = pending_seconds
         self._chunks: dict[tuple[bytes, bytes], Chunk] = {}
         self._requests: dict[str, _Request] = {}
@@ -138,12 +143,15 @@ class Staging:
         request = self._request(req_id, now)
         if request is None or key in request.failed:
             return Answer.MISS
+        request.asked[key] = self._step
         is_late = now - request.since > self._pending_seconds
         chunk = request.chunks.get(key)
         if chunk is None and not is_late:
             chunk = self._lease(request, req_id, (namespace, key), objects=objects, fragments=fragments)
         if chunk is not None and chunk.state is State.READY:
             return Answer.HIT
+        if chunk is None and key in request.failed:
+            return Answer.MISS
         if chunk is None or chunk.state is State.READING:
             if is_late and not request.is_late:
                 request.is_late, request.may_wait, request.wants_more = True, False, False
@@ -170,20 +178,29 @@ class Staging:
         self, request: _Request, req_id: str, name: tuple[bytes, bytes], *, objects: int, fragments: int
     ) -> Chunk | None:
         """A chunk for the request: staged already, or taken now; None if it is not its turn or there is no room."""
+        if request.wants_more:
+            return None  # what comes after a chunk that there was no room for is of no use
         if request.may_wait and not self._is_first(req_id):
             request.wants_more = True
             return None
+        group, slots_wanted = name[1][-4:], objects * fragments
+        if not slots_wanted or request.group_slots[group] + slots_wanted > self.group_slots_max:
+            request.failed.add(name[1])
+            return None
         chunk = self._chunks.get(name)
         if chunk is None:
-            taken = self._reads.take(objects * fragments) if fragments else None
+            taken = self._reads.take(slots_wanted)
+            if taken is None and self._drop_unasked(request, req_id):
+                taken = self._reads.take(slots_wanted)
             if taken is None:
-                self._no_room(request, objects * fragments)
+                self._no_room(request, slots_wanted)
                 return None
             slots = tuple(tuple(taken[at : at + fragments]) for at in range(0, len(taken), fragments))
             chunk = self._chunks[name] = Chunk(*name, slots, outstanding=objects)
             self._reads.start(chunk)
         chunk.holders.add(req_id)
         request.chunks[name[1]] = chunk
+        request.group_slots[group] += slots_wanted
         return chunk
 
     def _is_first(self, req_id: str) -> bool:
@@ -197,10 +214,22 @@ class Staging:
             self._queue.popleft()
         return bool(self._queue)
 
+    def _drop_unasked(self, request: _Request, req_id: str) -> bool:
+        """Let go what this pass of lookups has not asked for: windows that ended a longer prefix than there is.
+
+        Whether anything was let go.
+        """
+        unasked = [key for key in request.chunks if request.asked.get(key) != self._step]
+        for key in unasked:
+            self._drop(request, req_id, key)
+        return bool(unasked)
+
     def _no_room(self, request: _Request, slots: int) -> None:
         """The first request waits, unless what it waits for are its own slots."""
+        if not request.may_wait:
+            return
         own = sum(len(each) for chunk in request.chunks.values() for each in chunk.slots)
-        if slots == 0 or slots > self._reads.slots - own or self._reads.slots - self._reads.free <= own:
+        if slots > self._reads.slots - own or self._reads.slots - self._reads.free <= own:
             request.may_wait = False
         request.wants_more = request.may_wait
 
@@ -310,6 +339,7 @@ class Staging:
 
     def _drop(self, request: _Request, req_id: str, key: bytes) -> None:
         chunk = request.chunks.pop(key)
+        request.group_slots[key[-4:]] -= sum(map(len, chunk.slots))
         chunk.holders.discard(req_id)
         self._let_go(chunk)
 

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Protocol
 
 from xkv_store.client import PutObject
+from xkv_store.geometry import HEADER_BYTES
 from xkv_store.wire import StoredObject, StoreStatus
 
 from .copy import Move
@@ -44,7 +45,7 @@ class Stores:
         mark = self._context.mover.ready_mark()
         for part in parts:
             size = len(part.blocks) * self._context.layouts[part.group].block_bytes
-            self._change_bytes(size)
+            self._add_ring_bytes(size)
             if not self._queue.push(Priority.STORE, job.job_id, partial(self._gather, job, part, spec, mark, size)):
                 self._shed(job, size)
 
@@ -85,17 +86,19 @@ class Stores:
 
     def _answered(self, size: int, answer: StoredObject) -> None:
         """On the client's thread: the gateway has the object, or not; the slots are free again."""
-        self._change_bytes(-size)
+        self._add_ring_bytes(size, sign=-1)
         held = answer.status in (StoreStatus.CONFIRMED, StoreStatus.HELD)
         count("confirmed_objects" if held else "refused_objects")
 
     def _shed(self, job: Job, size: int) -> None:
-        self._change_bytes(-size)
+        self._add_ring_bytes(size, sign=-1)
         count("shed_objects")
         self._context.client.control.add_shed(self._context.rank)
         self._done(job, 0)
 
-    def _change_bytes(self, amount: int) -> None:
+    def _add_ring_bytes(self, size: int, *, sign: int = 1) -> None:
+        """An object of `size` bytes is on its way, or no more: it takes whole slots."""
+        slots = fragment_range(first_byte=0, length=size, fragment_bytes=self._context.fragment_bytes)
         with self._lock:
-            self._bytes_in_flight += amount
+            self._bytes_in_flight += sign * len(slots) * (self._context.fragment_bytes + HEADER_BYTES)
             self._context.client.control.set_store_bytes(self._context.rank, self._bytes_in_flight)
