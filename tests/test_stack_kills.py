@@ -99,13 +99,28 @@ def hears_of_failed_loads(shape: Shape) -> bool:
     ids=lambda value: value if isinstance(value, str) else value.name,
 )
 def test_gateway_killed_while_loading(stand: Stand, tmp_path: Path, shape: Shape, point: str, policy: str) -> None:
+    _killed_while_loading(stand, tmp_path, shape, point=point, policy=policy)
+
+
+def test_gateway_killed_while_loading_with_the_connector_of_our_own(stand: Stand, tmp_path: Path) -> None:
+    # vLLM's class stays as it is, and still hears of the failed load.
+    own = ("XkvOffloadingConnector", "xkv_offload.connector")
+    _killed_while_loading(stand, tmp_path, LLAMA, point="get.read", policy="recompute", connector=own)
+
+
+def _killed_while_loading(
+    stand: Stand, folder: Path, shape: Shape, *, point: str, policy: str, connector: tuple[str, str] | None = None
+) -> None:
     asked = prompts(shape, 1)
     expected = stand.baseline(shape, asked)
     hears = hears_of_failed_loads(shape)
-    with Gateway(tmp_path, databases=DATABASES, slot_bytes=SLOT_BYTES) as gateway:
+    with Gateway(folder, databases=DATABASES, slot_bytes=SLOT_BYTES) as gateway:
         chunk = 16 if shape is LLAMA else 2
-        config = stand.offloading(shape, gateway, blocks_per_chunk=chunk, load_failure_policy=policy)
+        config = stand.offloading(
+            shape, gateway, blocks_per_chunk=chunk, load_failure_policy=policy, connector=connector
+        )
         with stand.engine(config) as engine:
+            assert bool(engine.description["own_connector_methods"]) == (connector is None)
             store(engine, asked, expected)
             engine.reset_prefix()
             gateway.hold(point)

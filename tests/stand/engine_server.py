@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # Imported before any fork: they take some seven seconds that no child then spends.
 PRELOADED = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "vllm.v1.engine.core")
+LOAD_ERROR_METHODS = {"get_block_ids_with_load_errors", "get_transfer_results"}
 PR_SET_PDEATHSIG = 1
 REAP_INTERVAL_S = 0.2  # how soon a dead child is noticed and its process id freed
 DRAIN_S_MAX = 30.0  # transfers left after a request's last token
@@ -127,6 +128,12 @@ class Witness:
         scheduler.schedule = counted_schedule
 
 
+def _connector_class() -> Any:
+    """The connector as vLLM defines it."""
+    module = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
+    return module.OffloadingConnector
+
+
 class EngineChild:
     """One engine and the requests that its connection makes."""
 
@@ -141,6 +148,7 @@ class EngineChild:
         self.description: Message = {
             "model_runner": f"{type(runner).__module__}.{type(runner).__qualname__}",
             "groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
+            "own_connector_methods": sorted(vars(_connector_class()).keys() & LOAD_ERROR_METHODS),
             "block_size": int(self._llm.llm_engine.vllm_config.cache_config.block_size),
         }
 
@@ -149,6 +157,8 @@ class EngineChild:
         arguments = dict(request["llm"])
         if transfer is not None:
             extra = transfer["kv_connector_extra_config"]
+            if transfer["kv_connector_module_path"]:
+                importlib.import_module(transfer["kv_connector_module_path"])  # before the spec, as vLLM does
             module = importlib.import_module(extra["spec_module_path"])
             self._witness.watch_spec(getattr(module, extra["spec_name"]))
             self._product_counters = importlib.import_module(request["counters_module"]).PROCESS_COUNTERS

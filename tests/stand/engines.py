@@ -61,6 +61,7 @@ class EngineConfig:
     max_model_len: int = 2048
     extra: dict[str, Any] | None = None
     load_failure_policy: str = "recompute"
+    connector: tuple[str, str] | None = None  # class and module, where it is not vLLM's own
     kv_space_gib: int = 1
     llm: dict[str, Any] = field(default_factory=dict)
 
@@ -68,8 +69,10 @@ class EngineConfig:
         """What the server's child is told."""
         transfer = None
         if self.extra is not None:
+            name, module = self.connector or ("OffloadingConnector", None)
             transfer = {
-                "kv_connector": "OffloadingConnector",
+                "kv_connector": name,
+                "kv_connector_module_path": module,
                 "kv_role": "kv_both",
                 "kv_load_failure_policy": self.load_failure_policy,
                 "kv_connector_extra_config": {
