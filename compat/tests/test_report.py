@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,6 @@ import xkv_compat
 from xkv_compat.report import EXIT_BAD_INPUT, EXIT_OK, EXIT_UNSUPPORTED, main
 
 if TYPE_CHECKING:
-    import subprocess
     from collections.abc import Callable
 
     import pytest
@@ -68,6 +69,41 @@ def test_bad_input_is_one_line(
         assert captured.out == ""
         assert captured.err.count("\n") == 1
         assert text in captured.err
+
+
+def test_a_name_that_is_no_folder_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "vllm").symlink_to("vllm")
+    for tree in ("a" * 300, "a/" * 3000, str(tmp_path / "loop"), str(tmp_path / "inside")):
+        assert main(["report", "--source", tree]) == EXIT_BAD_INPUT
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"error: {tree[:200]}")
+        assert captured.err.count("\n") == 1
+
+
+def test_started_inside_a_tree_nothing_of_it_is_imported(tmp_path: Path) -> None:
+    """Python puts the current folder first: only what `python -m` itself looks for before any of our code is its."""
+    environment = {**os.environ, "PYTHONPATH": str(_PACKAGE.parent)}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", *arguments]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path, env=environment
+        )
+
+    (tmp_path / "plain.py").write_text("import sys; print(*sys.modules)", encoding="utf-8")
+    before = set(run("plain").stdout.split())
+    shadowed = sorted(name for name in sys.stdlib_module_names if name not in before)
+    assert {"argparse", "ast", "dataclasses", "inspect", "json", "pathlib", "typing", "__future__"} <= set(shadowed)
+    for name in shadowed:
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the tree was imported')", encoding="utf-8")
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise SystemExit('vllm was imported')", encoding="utf-8")
+    done = run(_PACKAGE.name, "report", "--source", ".")
+    assert (done.returncode, done.stderr) == (EXIT_UNSUPPORTED, "")
+    assert "unsupported: " in done.stdout
 
 
 def test_no_vllm_installed(run_live: Callable[..., subprocess.CompletedProcess[str]]) -> None:

@@ -5,11 +5,12 @@ Must not know: the product that uses it. Standard library only; made to be vendo
 itself, and importing it imports neither torch nor vllm and starts nothing.
 """
 
-from __future__ import annotations
-
-from .errors import BadInput, BrokenVLLM, CompatError, UnsupportedVLLM
-from .features import Features, detect_live, detect_source
-from .probes import FEATURES, REQUIREMENTS, Feature, Kind, Probe, Requirement
+# Imports nothing, so that ``__main__`` is reached before any module is looked for; names are filled in when asked for.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .errors import BadInput, BrokenVLLM, CompatError, UnsupportedVLLM
+    from .features import Features, detect_live, detect_source
+    from .probes import FEATURES, REQUIREMENTS, Feature, Kind, Probe, Requirement
 
 __all__ = [
     "FEATURES",
@@ -26,3 +27,13 @@ __all__ = [
     "detect_live",
     "detect_source",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from . import errors, features, probes  # noqa: PLC0415 - see above
+
+    found = next(vars(module)[name] for module in (errors, features, probes) if name in module.__all__)
+    globals()[name] = found
+    return found
