@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -258,3 +260,49 @@ def test_what_is_no_tree_is_told_in_one_line(tmp_path: Path) -> None:
 def test_a_cycle_of_imports_ends(make_tree: Callable[[dict[str, str]], Path]) -> None:
     tree = make_tree({"some.py": "from .other import x\n", "other.py": "from .some import x\n"})
     assert not SourceReader(Tree(tree)).found(Probe(Kind.SYMBOL, _MODULE, "x"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("x = 1\ny = a" + ".b" * 900, "some.py:2: nested more than 100 levels deep"),
+        ("if a: pass\n" + "elif a: pass\n" * 900, "nested more than 100 levels deep"),
+        ("x = " + "+".join(["1"] * 900), "some.py:1: nested more than 100 levels deep"),
+        ("x = " + "(" * 5000 + ")" * 5000, "some.py:"),
+    ],
+)
+def test_what_is_too_deep_to_follow_is_broken_by_its_line(
+    make_tree: Callable[[dict[str, str]], Path], text: str, said: str
+) -> None:
+    tree = Tree(make_tree({"some.py": text}))
+    with pytest.raises(BrokenVLLM, match=said):
+        tree.module("vllm.some")
+
+
+def test_what_is_just_not_too_deep_can_be_followed(make_tree: Callable[[dict[str, str]], Path]) -> None:
+    """The bound must hold for whoever recurses: names bound in branches, and a text made of what was parsed."""
+    branches = "if a: pass\n" + "elif a: pass\n" * 90 + "else: deepest = 1\n"
+    reader = SourceReader(Tree(make_tree({"some.py": f"{branches}\ny = {'f(' * 90}{')' * 90}\nz = {'1+' * 90}1\n"})))
+    assert reader.found(Probe(Kind.SYMBOL, _MODULE, "deepest"))
+    parsed = reader.tree.module(_MODULE)
+    assert parsed is not None
+    assert "f(f(" in ast.unparse(parsed)
+
+
+def test_a_file_that_no_person_wrote_is_not_read(make_tree: Callable[[dict[str, str]], Path]) -> None:
+    folder = make_tree({"some.py": ""})
+    os.truncate(folder / "vllm" / "some.py", 4 << 30)
+    with pytest.raises(BrokenVLLM, match="4294967296 bytes; 8388608 are the most that is read"):
+        Tree(folder).module(_MODULE)
+
+
+def test_modules_below_a_folder_are_files(make_tree: Callable[[dict[str, str]], Path]) -> None:
+    folder = make_tree({"inner/some.py": "", "inner/deeper/other.py": "", "outer.py": ""})
+    inner = folder / "vllm" / "inner"
+    (inner / "folder.py").mkdir()
+    (inner / "loop.py").symlink_to("loop.py")
+    (inner / "dangling.py").symlink_to("nowhere.py")
+    (inner / "up").symlink_to("..")
+    os.mkfifo(inner / "pipe.py")  # to read it would wait for a writer
+    names = ["vllm.inner", "vllm.inner.deeper", "vllm.inner.deeper.other", "vllm.inner.some"]
+    assert sorted(name for name, _ in Tree(folder).files("inner")) == names

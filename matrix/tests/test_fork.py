@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -175,6 +176,46 @@ def test_json_of_a_package_that_is_called_vllm_and_is_none(make_tree: Make, caps
     assert report["verdict"] == "unusable"
     assert {reason["check"] for reason in report["reasons"]} == {"needed", "connector", "binding"}
     assert report["newest_supported"]["lost"]
+
+
+@pytest.mark.parametrize(
+    ("contract", "said"),
+    [
+        ({"format": 1}, "a contract without release, provenance, modules, uses, unresolved"),
+        ({"format": 1, "uses": [{}]}, "a contract without release"),
+        (
+            {"format": 1, "release": "", "provenance": {}, "modules": {}, "unresolved": [], "uses": [{}]},
+            "not a use: {}",
+        ),
+    ],
+)
+def test_a_contract_that_lacks_what_is_compared(known: _Known, contract: dict[str, object], said: str) -> None:
+    known.places.contract(known.targets[0]).write_text(json.dumps(contract), encoding="utf-8")
+    with pytest.raises(MatrixError, match=said):
+        known.judge()
+
+
+def test_what_is_called_like_a_module_and_is_none(known: _Known) -> None:
+    """Python imports none of these; to read a pipe would wait for ever."""
+    tree = known.make(known.files)
+    connectors = tree / "vllm" / "distributed" / "kv_transfer" / "kv_connector" / "v1"
+    (connectors / "folder.py").mkdir()
+    (connectors / "loop.py").symlink_to("loop.py")
+    (connectors / "dangling.py").symlink_to("nowhere.py")
+    os.mkfifo(connectors / "pipe.py")
+    assert fork.judge(tree, known.targets, known.places).usable
+
+
+def test_what_cannot_be_looked_through_is_said_in_one_line(known: _Known) -> None:
+    known.files[f"{_OFFLOADING}/scheduler.py"] += f"        return self{'.a' * 900}.touch(1)\n"
+    with pytest.raises(MatrixError, match="nested more than 100 levels deep"):
+        known.judge()
+    huge = known.make(known.files) / "vllm" / "distributed" / "kv_transfer" / "huge.py"
+    huge.touch()
+    os.truncate(huge, 4 << 30)
+    (huge.parent / "kv_connector" / "v1" / "offloading" / "scheduler.py").write_text("", encoding="utf-8")
+    with pytest.raises(MatrixError, match=r"huge\.py:0: 4294967296 bytes"):
+        fork.judge(known.make({}), known.targets, known.places)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from . import fork
 from .binding import OUR_CLASSES, OurClasses
 from .check import Places, differences, expected_text, load_expected, open_tree
 from .connector import ROLES
-from .extract import contract_text, extract, load_contract
+from .extract import contract_text, extract, load_whole_contract
 from .findings import MatrixError
 from .targets import Target, checked, row_text
 from .wheels import unpack
@@ -279,7 +279,7 @@ def judge(wheel: Wheel, targets: Sequence[Target], places: Places | None = None,
     row = replace(row, lacks=tuple(name for name, has in judgement.features.items() if not has))
     new = extract(open_tree(tree), row)
     try:
-        old = load_contract(places.contract(newest))
+        old = load_whole_contract(places.contract(newest))
     except (OSError, ValueError) as error:
         raise MatrixError(f"{places.contract(newest)}: {error}") from error
     ours = _read_ours(places)

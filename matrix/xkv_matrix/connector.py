@@ -122,11 +122,8 @@ def uses_of(reader: SourceReader) -> Uses:
 
 
 def _unread(reader: SourceReader) -> Iterator[str]:
-    package = reader.tree.package
-    for path in sorted(package.joinpath(*_CONNECTORS).rglob("*.py")):
-        parts = path.relative_to(package).with_suffix("").parts
-        module = ".".join(("vllm", *(parts[:-1] if parts[-1] == "__init__" else parts)))
-        if module not in MODULES and _NAMED.search(path.read_bytes()):
+    for module, path in reader.tree.files(*_CONNECTORS):
+        if module not in MODULES and _NAMED.search(reader.tree.text(module, path)):
             yield module
 
 

@@ -15,15 +15,21 @@ from xkv_compat import syntax
 from .connector import uses_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from xkv_compat.source import SourceReader
 
     from .targets import Target
 
-__all__ = ["CONTRACT_FORMAT", "contract_text", "extract", "load_contract"]
+__all__ = ["CONTRACT_FORMAT", "contract_text", "extract", "load_contract", "load_whole_contract"]
 
 CONTRACT_FORMAT = 1
+# What must be there in a file that is read back, and of which type.
+_PARTS: Mapping[str, type] = {"release": str, "provenance": dict, "modules": dict, "uses": list, "unresolved": list}
+_OF_A_USE: Mapping[str, type] = {
+    "role": str, "kind": str, "name": str, "positional": int, "keywords": list, "starred": bool, "at": str,
+}  # fmt: skip
 
 # Modules whose declarations are part of the contract; those that a release lacks are left out.
 DECLARING = (
@@ -116,4 +122,15 @@ def load_contract(path: Path) -> dict[str, Any]:
     found = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict) or found.get("format") != CONTRACT_FORMAT:
         raise ValueError(f"{path}: not a contract of format {CONTRACT_FORMAT}")
+    return found
+
+
+def load_whole_contract(path: Path) -> dict[str, Any]:
+    """A committed contract with everything in it that is compared or counted; errors as `load_contract`'s."""
+    found = load_contract(path)
+    if missing := [name for name, kind in _PARTS.items() if not isinstance(found.get(name), kind)]:
+        raise ValueError(f"{path}: a contract without {', '.join(missing)}")
+    for use in found["uses"]:
+        if not isinstance(use, dict) or not all(isinstance(use.get(name), kind) for name, kind in _OF_A_USE.items()):
+            raise ValueError(f"{path}: not a use: {json.dumps(use)[:80]}")
     return found

@@ -15,7 +15,7 @@ from xkv_compat.features import evaluate
 from .binding import OurClasses, bind, called
 from .check import Places, load_expected, open_tree
 from .connector import MODULES, uses_of
-from .extract import load_contract
+from .extract import load_whole_contract
 from .findings import Finding, MatrixError
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def _moved(reader: SourceReader, uses: Uses, nearest: Target, places: Places) ->
     """Modules that use our objects in the nearest row and are not there: their calls would go unchecked."""
     path = places.contract(nearest)
     try:
-        contract = load_contract(path)
+        contract = load_whole_contract(path)
     except OSError as error:
         raise MatrixError(f"{path}: {error.strerror}") from error
     except ValueError as error:

@@ -14,12 +14,18 @@ from .errors import BadInput, BrokenVLLM
 from .probes import Kind, Probe
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["IMPORTS_FOLLOWED_MAX", "SourceReader", "Tree"]
+__all__ = ["DEPTH_MAX", "FILE_BYTES_MAX", "IMPORTS_FOLLOWED_MAX", "SourceReader", "Tree"]
 
 # Names re-exported through more modules than this are taken for a cycle.
 IMPORTS_FOLLOWED_MAX = 16
+# A file larger than this is none that a person wrote (vLLM's largest has 320 KB) and is not read.
+FILE_BYTES_MAX = 8 << 20
+# Syntax nested deeper than this is not followed (vLLM's deepest is 29): whoever walks it may recurse.
+DEPTH_MAX = 100
+NAME_CHARACTERS_MAX = 200  # of a folder's name in a message
 
 _Found = tuple[str, ast.stmt | syntax.Import]  # the module that really binds a name, and what binds it
 _Class = tuple[str, ast.ClassDef]  # the module of a class, and its statement
@@ -34,10 +40,14 @@ class Tree:
 
     @staticmethod
     def _package(folder: Path) -> Path:
-        whole = folder.resolve()  # so that "." inside the package is one too
-        for candidate in (whole / "vllm", whole):
-            if candidate.name == "vllm" and (candidate / "__init__.py").is_file():
-                return candidate
+        try:
+            whole = folder.resolve()  # so that "." inside the package is one too
+            for candidate in (whole / "vllm", whole):
+                if candidate.name == "vllm" and (candidate / "__init__.py").is_file():
+                    return candidate
+        except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
+            reason = error.strerror if isinstance(error, OSError) else "a link to itself, or no path at all"
+            raise BadInput(f"{str(folder)[:NAME_CHARACTERS_MAX]}: no folder to look into: {reason}") from error
         if not folder.is_dir():
             raise BadInput(f"{folder}: no such folder; name the checkout that holds vllm/__init__.py")
         raise BadInput(f"{folder}: not a vLLM source tree (there is no vllm/__init__.py in it)")
@@ -63,14 +73,33 @@ class Tree:
             self._modules[module] = None if path is None else self._parse(module, path)
         return self._modules[module]
 
+    def files(self, *folder: str) -> Iterator[tuple[str, Path]]:
+        """Every module below a folder of the package, and its file; whatever is no file is no module either."""
+        for path in sorted(self.package.joinpath(*folder).rglob("*.py")):
+            if path.is_file():
+                parts = path.relative_to(self.package).with_suffix("").parts
+                yield ".".join(("vllm", *(parts[:-1] if parts[-1] == "__init__" else parts))), path
+
     @staticmethod
-    def _parse(module: str, path: Path) -> ast.Module:
+    def text(module: str, path: Path) -> bytes:
+        """What a module's file holds; BrokenVLLM where it cannot be read, or is larger than any module."""
         try:
-            return ast.parse(path.read_bytes(), filename=str(path))
+            if (size := path.stat().st_size) > FILE_BYTES_MAX:
+                raise BrokenVLLM(module, f"{path}:0: {size} bytes; {FILE_BYTES_MAX} are the most that is read")
+            return path.read_bytes()
+        except OSError as error:
+            raise BrokenVLLM(module, f"{path}:0: {error.strerror}") from error
+
+    def _parse(self, module: str, path: Path) -> ast.Module:
+        try:
+            parsed = ast.parse(self.text(module, path), filename=str(path))
         except SyntaxError as error:
             raise BrokenVLLM(module, f"{path}:{error.lineno or 0}: {error.msg}") from error
-        except (OSError, ValueError, MemoryError, RecursionError) as error:  # the last two: too deep for the parser
+        except (ValueError, MemoryError, RecursionError) as error:  # the last two: too deep for the parser
             raise BrokenVLLM(module, f"{path}:0: {type(error).__name__} {error}") from error
+        if (line := syntax.deeper_than(parsed, DEPTH_MAX)) is not None:
+            raise BrokenVLLM(module, f"{path}:{line}: nested more than {DEPTH_MAX} levels deep")
+        return parsed
 
 
 class SourceReader:

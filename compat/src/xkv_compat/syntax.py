@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Import", "assigns_to_self", "calls", "class_body_names", "enum_members", "field_names", "find",
-           "has_text", "is_abstract", "parameter_names", "top_level"]  # fmt: skip
+__all__ = ["Import", "assigns_to_self", "calls", "class_body_names", "deeper_than", "enum_members", "field_names",
+           "find", "has_text", "is_abstract", "parameter_names", "top_level"]  # fmt: skip
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -196,6 +196,18 @@ def has_text(tree: ast.AST, text: str) -> bool:
     return any(
         isinstance(node, ast.Constant) and node.value == text and id(node) not in docstrings for node in ast.walk(tree)
     )
+
+
+def deeper_than(tree: ast.AST, levels: int) -> int | None:
+    """The line of a node that is nested deeper than so many levels, None where there is none; never recurses."""
+    nodes: list[ast.AST] = [tree]
+    line = 0
+    for _ in range(levels):
+        nodes = [inner for node in nodes for inner in ast.iter_child_nodes(node)]
+        if not nodes:
+            return None
+        line = next((node.lineno for node in nodes if isinstance(node, ast.stmt | ast.expr)), line)
+    return line
 
 
 def find(module: ast.Module, path: str) -> ast.stmt | None:
