@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +13,9 @@ import pytest
 
 from xkv_matrix.__main__ import main
 from xkv_matrix.findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
-from xkv_matrix.gate import Gate, Session, judge, load_gate, save_gate
-from xkv_matrix.targets import load_targets
+from xkv_matrix.gate import Gate, Session, judge, load_gate, save_gate, with_page
+from xkv_matrix.table import table_text
+from xkv_matrix.targets import COMMITTED, TARGETS_VARIABLE, load_targets
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,6 +50,10 @@ class _Lying:
         """Ask the gate."""
         sessions = [Session.parse(text) for text in needed]
         return judge(self.targets, sessions, self.folder, self.places, _SOURCES)
+
+
+def load_verdicts(gate: Gate) -> dict[str, str]:
+    return {row.release: row.verdict for row in gate.rows}
 
 
 @pytest.fixture
@@ -101,7 +109,34 @@ def test_go(lying: _Lying) -> None:
         ({"arguments": ["-k", "one"]}, "stack(9.10.0): only some of it ran (-k one)"),
         ({"sources": "6" * 64}, "stack(9.10.0): ran on other sources than these"),
         ({"target": "9.8.0"}, "stack(9.10.0): its result is another session's"),
-        ({"counts": 3}, "stack(9.10.0): its result is malformed"),
+        *(
+            (fields, f"stack(9.10.0): its result is malformed: {said}")
+            for fields, said in (
+                ({"counts": 3}, "its counts"),
+                ({"counts": None}, "its counts"),
+                ({"counts": [1]}, "its counts"),
+                *(({"counts": {"passed": odd}}, "its count of passed") for odd in ("3", -3, True, 3.0, None, [1])),
+                *(({"counts": {"passed": 3, "failed": odd}}, "its count of failed") for odd in ("x", -1, None)),
+                ({"counts": {"passed": 3, "skipped": -1}}, "its count of skipped"),
+                ({"counts": {"passed": 3, "errors": 2}}, "unknown count 'errors'"),
+                ({"failures": ["a::b"]}, "it passed, and names what failed"),
+                ({"failures": 5}, "its failures"),
+                ({"failures": None}, "its failures"),
+                ({"failures": [5]}, "its failures"),
+                ({"arguments": "-k"}, "its arguments"),
+                ({"outcome": "PASSED"}, "its outcome"),
+                ({"outcome": None}, "its outcome"),
+                ({"sources": 5}, "its sources"),
+                ({"seconds": "1"}, "its seconds"),
+                ({"target": 5}, "its target"),
+            )
+        ),
+        ({"counts": {"passed": 3, "failed": 1}}, "stack(9.10.0): 1 failed"),
+        ({"counts": {"passed": 3, "skipped": 2}}, "stack(9.10.0): 2 undeclared skip(s)"),
+        (
+            {"outcome": "failed", "counts": {"failed": 1}, "failures": ["a\nb\x1b\ud800c"]},
+            "stack(9.10.0): 1 failed: a b c",
+        ),
     ],
 )
 def test_a_result_that_does_not_count(lying: _Lying, fields: dict[str, Any], said: str) -> None:
@@ -123,6 +158,15 @@ def test_a_missing_or_unreadable_result(lying: _Lying, session: str) -> None:
     file.write_text("{", encoding="utf-8")
     (reason,) = lying.judge().blocking
     assert reason.startswith(f"{session}(9.10.0): its result cannot be read: ")
+    for text in ("[" * 100_000, '{"a": NaN}', '{"outcome": "failed", "outcome": "passed"}', "\ud800"):
+        file.write_text(text, encoding="utf-8", errors="surrogatepass")
+        (reason,) = lying.judge().blocking
+        assert reason.startswith(f"{session}(9.10.0): its result cannot be read: "), text[:20]
+        assert "\n" not in reason
+    file.unlink()
+    file.mkdir()
+    (reason,) = lying.judge().blocking
+    assert "Is a directory" in reason
 
 
 def test_a_common_session_blocks_and_leaves_the_rows_as_they_are(lying: _Lying) -> None:
@@ -183,7 +227,57 @@ def test_a_supported_row_with_a_known_misfit_does_not_pass_as_whole(lying: _Lyin
 
 
 def test_nothing_supported_is_no_go(lying: _Lying) -> None:
-    assert replace(lying, targets=lying.targets[1:]).judge().verdict == "no-go"
+    gate = replace(lying, targets=lying.targets[1:]).judge()
+    assert (gate.verdict, gate.blocking) == ("no-go", ("there is no supported row",))
+    assert "there is no supported row" in list(gate.as_lines())
+
+
+@pytest.mark.parametrize("text", [None, "[", "a = " + "[" * 9000, "[features]\nx = 1\n"])
+def test_a_row_without_its_table_is_a_reason(lying: _Lying, text: str | None) -> None:
+    """Of a supported row against a go, of a followed one told."""
+    supported, followed = lying.targets
+    for row in (followed, supported):
+        lying.places.table(row).unlink()
+        if text is not None:
+            lying.places.table(row).write_text(text, encoding="utf-8")
+        gate = lying.judge("lint")
+        reason = f"expected: {row.release}.toml is missing or malformed"
+        assert f"  {reason}" in list(gate.as_lines())
+        assert gate.blocking == ((reason,) if row is supported else ())
+        assert gate.as_json()[row.status] == {row.release: "fail"}
+
+
+def test_a_followed_row_s_damaged_results_never_block(lying: _Lying) -> None:
+    for session in ("contracts(9.8.0)", "stack(9.8.0)"):
+        lying.put(session, counts={"passed": 3, "failed": "x"})
+    lying.places.contract(lying.targets[1]).write_text("[" * 100_000, encoding="utf-8")
+    gate = lying.judge("lint")
+    assert gate.as_json() == {"verdict": "go", "supported": {"9.10.0": "pass"}, "followed": {"9.8.0": "fail"}}
+    assert "  stack(9.8.0): its result is malformed: its count of failed" in list(gate.as_lines())
+
+
+def test_a_page_that_says_something_else_is_a_reason(lying: _Lying, tmp_path: Path) -> None:
+    page, gate = tmp_path / "page.md", lying.judge("lint")
+    page.write_text(table_text(lying.targets, load_verdicts(gate), lying.places), encoding="utf-8")
+    assert with_page(gate, lying.targets, page, lying.places) == gate
+    page.write_text(page.read_text(encoding="utf-8").replace("| supported", "| followed"), encoding="utf-8")
+    drifted = with_page(gate, lying.targets, page, lying.places)
+    assert drifted.as_json()["reasons"] == ["page.md: the support table is not what the gate says"]
+    assert drifted.verdict == "no-go"
+    page.write_text("no table", encoding="utf-8")
+    assert "there must be one" in with_page(gate, lying.targets, page, lying.places).blocking[0]
+    page.unlink()
+    (reason,) = with_page(gate, lying.targets, page, lying.places).blocking
+    assert reason.startswith("page.md: it cannot be read")
+
+
+def test_a_page_that_tells_too_much_of_a_followed_row_is_told_and_does_not_block(lying: _Lying, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(table_text(lying.targets, load_verdicts(lying.judge()), lying.places), encoding="utf-8")
+    lying.put("contracts(9.8.0)", outcome="failed", counts={"failed": 1})
+    gate = with_page(lying.judge(), lying.targets, page, lying.places)
+    assert gate.verdict == "go"
+    assert "page.md: of 9.8.0 it does not say 'fail'" in list(gate.as_lines())
 
 
 def test_gate_json_says_why_and_is_the_same_each_time(lying: _Lying, tmp_path: Path) -> None:
@@ -198,6 +292,28 @@ def test_gate_json_says_why_and_is_the_same_each_time(lying: _Lying, tmp_path: P
     path.write_text('{"rows": {"9.8.0": 1}}', encoding="utf-8")
     with pytest.raises(MatrixError, match="not what the gate writes"):
         load_gate(path)
+
+
+def test_what_cannot_be_judged_leaves_no_older_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "gate.json"
+    out.write_text('{"verdict": "go"}', encoding="utf-8")
+    assert main(["gate", "--out", str(out), "--results", str(tmp_path), "--need", "no(1.2)"]) == EXIT_BAD_INPUT
+    assert not out.exists()
+    for place in (tmp_path, tmp_path / "absent" / "gate.json"):
+        assert main(["gate", "--out", str(place), "--results", str(tmp_path)]) == EXIT_BAD_INPUT
+    assert capsys.readouterr().err.count("\n") == 3
+
+
+def test_a_variable_that_is_left_over_narrows_nothing(tmp_path: Path) -> None:
+    rows = tmp_path / "targets.toml"
+    rows.write_text(COMMITTED.read_text(encoding="utf-8").replace('"supported"', '"followed"'), encoding="utf-8")
+    command = [sys.executable, "-m", "xkv_matrix", "gate", f"--out={tmp_path / 'gate.json'}", f"--results={tmp_path}"]
+    env = {**os.environ, TARGETS_VARIABLE: str(rows), "PYTHONPATH": str(COMMITTED.parent)}
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=False, env=env, timeout=60)
+    assert done.returncode == EXIT_FINDINGS
+    line = json.loads(done.stdout)
+    assert set(line["supported"]) == {row.release for row in load_targets(COMMITTED) if row.status == "supported"}
+    assert done.stderr == "XKV_TARGETS is set; judged are the committed rows\n"
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

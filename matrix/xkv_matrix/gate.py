@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from .check import load_expected
 from .extract import load_contract
 from .findings import MatrixError
+from .outcomes import read_outcome
+from .table import drift
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     from .check import Places
     from .targets import Target
 
-__all__ = ["FAIL", "MISFIT", "NOT_RUN", "PASS", "Gate", "Row", "Session", "judge", "load_gate", "save_gate"]
+__all__ = [
+    "FAIL", "MISFIT", "NOT_RUN", "PASS", "Gate", "Row", "Session", "judge", "load_gate", "save_gate", "with_page",
+]  # fmt: skip
 
 PASS, FAIL, NOT_RUN, MISFIT = "pass", "fail", "not run", "misfit"
 # Whatever else a caller asks for, no supported row passes without these.
@@ -32,7 +36,6 @@ FOLLOWED_SESSIONS = ("contracts",)
 FOLLOWED_IF_RUN = ("stack",)
 FAILURES_SHOWN_MAX = 5  # a reason is read at a glance; the session's own output has them all
 _SESSION = re.compile(r"(?P<name>\w+)(\((?P<target>[^()]+)\))?")
-_TYPES = {"name": str, "outcome": str, "counts": dict, "arguments": list}
 
 
 @dataclass(frozen=True)
@@ -75,17 +78,19 @@ class Gate:
 
     rows: tuple[Row, ...]
     common: tuple[str, ...]
+    notes: tuple[str, ...] = ()  # said to people, against nothing
 
     @property
     def blocking(self) -> tuple[str, ...]:
         """Every reason for a no-go."""
-        return (*self.common, *(reason for row in self.rows if row.status == "supported" for reason in row.reasons))
+        supported = [row for row in self.rows if row.status == "supported"]
+        nothing = () if supported else ("there is no supported row",)
+        return (*self.common, *nothing, *(reason for row in supported for reason in row.reasons))
 
     @property
     def verdict(self) -> str:
         """The word."""
-        supported = [row for row in self.rows if row.status == "supported"]
-        return "go" if supported and not self.blocking else "no-go"
+        return "no-go" if self.blocking else "go"
 
     def as_json(self) -> dict[str, Any]:
         """The line that machines read; reasons only where there are any against a go."""
@@ -96,48 +101,37 @@ class Gate:
 
     def as_lines(self) -> Iterator[str]:
         """The same for people, with the followed rows' reasons, which never block."""
-        yield from self.common
+        supported = any(row.status == "supported" for row in self.rows)
+        yield from self.common if supported else self.blocking
         for row in self.rows:
             sessions = ", ".join(f"{name} {verdict}" for name, verdict in row.sessions.items())
             yield f"{row.release}  {row.status:9}  {row.verdict:7}  {sessions}"
             yield from (f"  {reason}" for reason in row.reasons)
+        yield from self.notes
         yield self.verdict
-
-
-def _loaded(file: Path) -> dict[str, Any] | str | None:
-    """A result; a text for what is wrong with it, None where there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        return f"its result cannot be read: {error}"
-    if not isinstance(found, dict) or any(not isinstance(found.get(key), kind) for key, kind in _TYPES.items()):
-        return "its result is malformed"
-    return found
 
 
 def _against(session: Session, results: Path, sources: str | None) -> Iterator[str]:
     """What is wrong with a session's result, if anything."""
-    found = _loaded(session.file(results))
+    found = read_outcome(session.file(results))
     if found is None:
         yield f"{session}: no result"
         return
     if isinstance(found, str):
         yield f"{session}: {found}"
         return
-    counts = found["counts"]
-    if (found["name"], found.get("target")) != (session.name, session.target):
+    if (found.name, found.target) != (session.name, session.target):
         yield f"{session}: its result is another session's"
-    if sources is not None and found.get("sources") != sources:
+    if sources is not None and found.sources != sources:
         yield f"{session}: ran on other sources than these"
-    if found["arguments"]:
-        yield f"{session}: only some of it ran ({' '.join(map(str, found['arguments']))})"
-    if counts.get("skipped"):
-        yield f"{session}: {counts['skipped']} undeclared skip(s)"
-    failed = counts.get("failed", 0) - counts.get("skipped", 0)
-    if failed > 0 or (found["outcome"] != "passed" and not counts.get("skipped")) or not counts.get("passed"):
-        names = [str(name) for name in found.get("failures", [])]
+    if found.arguments:
+        yield f"{session}: only some of it ran ({' '.join(found.arguments)})"
+    skipped = found.counts.get("skipped", 0)
+    if skipped:
+        yield f"{session}: {skipped} undeclared skip(s)"
+    failed = found.counts.get("failed", 0) - skipped  # what is skipped is counted as failed, too
+    if failed > 0 or not (found.passed or skipped) or not found.counts.get("passed"):
+        names = found.failures
         more = ", …" if len(names) > FAILURES_SHOWN_MAX else ""
         which = f": {', '.join(names[:FAILURES_SHOWN_MAX])}{more}" if names else ""
         yield f"{session}: {failed} failed{which}" if failed > 0 else f"{session}: did not pass"
@@ -148,7 +142,7 @@ def _stale(target: Target, places: Places) -> Iterator[str]:
     path = places.contract(target)
     try:
         provenance = load_contract(path).get("provenance")
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError, MatrixError):
         yield f"contract: {path.name} is missing or malformed"
         return
     if provenance != {"package": target.package, "wheel": target.wheel, "sha256": target.sha256}:
@@ -156,9 +150,9 @@ def _stale(target: Target, places: Places) -> Iterator[str]:
 
 
 def _is_of(session: Session, results: Path, sources: str | None) -> bool:
-    """Whether a result lies there that was made on these sources."""
-    found = _loaded(session.file(results))
-    return isinstance(found, dict) and sources in {None, found.get("sources")}
+    """Whether a result lies there that was made on these sources, or that does not say so."""
+    found = read_outcome(session.file(results))
+    return isinstance(found, str) or (found is not None and sources in {None, found.sources})
 
 
 def _verdict(session: Session, results: Path, reasons: Sequence[str], misfits: Mapping[str, str]) -> str:
@@ -167,11 +161,21 @@ def _verdict(session: Session, results: Path, reasons: Sequence[str], misfits: M
     return MISFIT if misfits and session.name == "contracts" else PASS
 
 
+def _misfits(target: Target, places: Places) -> tuple[Mapping[str, str], tuple[str, ...]]:
+    """The misfits that the row's table knows of, or a reason where there is no such table."""
+    path = places.table(target)
+    try:
+        return load_expected(path).misfits, ()
+    except (MatrixError, RecursionError):
+        return {}, (f"expected: {path.name} is missing or malformed",)
+
+
 def _row(target: Target, needed: Sequence[Session], results: Path, places: Places, sources: str | None) -> Row:
     found = {session: tuple(_against(session, results, sources)) for session in needed}
-    stale = tuple(_stale(target, places))
+    misfits, unreadable = _misfits(target, places)
+    stale = (*_stale(target, places), *unreadable)
     reasons = (*stale, *(reason for texts in found.values() for reason in texts))
-    misfits = {} if stale else load_expected(places.table(target)).misfits
+    misfits = {} if stale else misfits
     known = tuple(f"{name}: {reason}" for name, reason in sorted(misfits.items()))
     sessions = {session.name: _verdict(session, results, texts, misfits) for session, texts in found.items()}
     if stale:
@@ -209,6 +213,21 @@ def judge(
     return Gate(tuple(rows), tuple(common))
 
 
+def with_page(gate: Gate, targets: Sequence[Target], page: Path, places: Places) -> Gate:
+    """The verdict with what the README says of the rows: a page that promises anything else is a reason."""
+    verdicts = {row.release: _shown({"status": row.status, "verdict": row.verdict, "sessions": row.sessions})
+                for row in gate.rows}  # fmt: skip
+    try:
+        differs, wrong = drift(page.read_text(encoding="utf-8"), targets, verdicts, places)
+    except (OSError, UnicodeDecodeError) as error:
+        return replace(gate, common=(*gate.common, f"{page.name}: it cannot be read: {error}"))
+    except MatrixError as error:
+        return replace(gate, common=(*gate.common, f"{page.name}: {error}"))
+    reasons = (f"{page.name}: the support table is not what the gate says",) if differs else ()
+    notes = tuple(f"{page.name}: of {release} it does not say {verdicts[release]!r}" for release in wrong)
+    return replace(gate, common=(*gate.common, *reasons), notes=notes)
+
+
 def save_gate(gate: Gate, path: Path) -> None:
     """Write gate.json; nothing in it depends on when or where the gate was asked."""
     rows = {
@@ -221,7 +240,9 @@ def save_gate(gate: Gate, path: Path) -> None:
         for row in gate.rows
     }
     text = json.dumps({"verdict": gate.verdict, "reasons": gate.blocking, "rows": rows}, indent=1)
-    path.write_text(f"{text}\n", encoding="utf-8")
+    fresh = path.with_name(f"{path.name}.new")
+    fresh.write_text(f"{text}\n", encoding="utf-8")
+    fresh.replace(path)
 
 
 def _shown(row: Mapping[str, Any]) -> str:
@@ -236,5 +257,5 @@ def load_gate(path: Path) -> dict[str, str]:
         return {str(release): _shown(row) for release, row in rows.items()}
     except OSError as error:
         raise MatrixError(f"{path}: {error.strerror}; the gate writes it") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise MatrixError(f"{path}: not what the gate writes") from error

@@ -11,8 +11,8 @@ import os
 import re
 import sys
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from .findings import MatrixError
 
@@ -21,14 +21,25 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
 __all__ = [
-    "STATUSES", "TARGETS_FILE", "TARGETS_VARIABLE", "CannotRun", "Target", "checked", "find_target", "load_targets",
-    "row_text",
+    "COMMITTED", "SHAPES", "STATUSES", "TARGETS_FILE", "TARGETS_VARIABLE", "CannotRun", "Target", "checked",
+    "find_target", "load_targets", "row_text",
 ]  # fmt: skip
 
 TARGETS_VARIABLE = "XKV_TARGETS"  # names another file of rows: a candidate's, for the tests that ask for their row
-TARGETS_FILE = Path(os.environ.get(TARGETS_VARIABLE) or Path(__file__).resolve().parents[1] / "targets.toml")
+COMMITTED = Path(__file__).resolve().parents[1] / "targets.toml"
+TARGETS_FILE = Path(os.environ.get(TARGETS_VARIABLE) or COMMITTED)
 STATUSES = ("supported", "followed")
+# What the real engines of a supported row are run with; a row says which of them its CPU engine cannot run.
+SHAPES: Mapping[str, str] = {"llama": "Llama", "sliding": "Gemma 3 (sliding windows)", "mla": "MLA"}
+_VERSION = re.compile(
+    r"[0-9]{1,9}(\.[0-9]{1,9}){0,4}((a|b|rc)[0-9]{1,9})?(\.(post|dev)[0-9]{1,9}){0,2}(\+[a-z0-9.]{1,40})?"
+)
+_PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WHEEL = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.!+]+(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
 
@@ -87,7 +98,12 @@ def _cannot_run(where: str, value: Any) -> tuple[CannotRun, ...]:
     wanted = {"shape", "error"}
     if not isinstance(value, list) or not all(isinstance(item, dict) and set(item) == wanted for item in value):
         raise _bad(where, "cannot_run must be tables with exactly shape and error")
-    return tuple(CannotRun(shape=str(item["shape"]), error=str(item["error"])) for item in value)
+    for item in value:
+        if not all(isinstance(text, str) and text for text in item.values()):
+            raise _bad(where, "shape and error of cannot_run must be strings with something in them")
+        if item["shape"] not in SHAPES:
+            raise _bad(where, f"cannot_run names {item['shape']!r}; known are {', '.join(SHAPES)}")
+    return tuple(CannotRun(shape=item["shape"], error=item["error"]) for item in value)
 
 
 def _row(where: str, row: Any) -> Target:
@@ -95,7 +111,7 @@ def _row(where: str, row: Any) -> Target:
         raise _bad(where, "a target must be a table ([[target]])")
     known = {item.name: item for item in fields(Target)}
     release = row.get("release")
-    where = f"{where} ({release})" if isinstance(release, str) else where
+    where = f"{where} ({release})" if isinstance(release, str) and _VERSION.fullmatch(release) else where
     if unknown := sorted(set(row) - set(known)):
         raise _bad(where, f"unknown key {unknown[0]!r}; known are {', '.join(known)}")
     needed = [name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING]
@@ -117,6 +133,13 @@ def checked(where: str, target: Target) -> Target:
     """The row, if its parts go together; MatrixError that begins with where it stands."""
     if target.status not in STATUSES:
         raise _bad(where, f"status {target.status!r} is none of {', '.join(STATUSES)}")
+    for name, version in (("release", target.release), ("version", target.version), ("torch", target.torch)):
+        if not _VERSION.fullmatch(version) and (name, version) != ("torch", ""):
+            raise _bad(where, f"{name} {version!r} is no version")
+    if not _PACKAGE.fullmatch(target.package):
+        raise _bad(where, f"package {target.package!r} is no package's name")
+    if odd := [name for name in target.imports if not _MODULE.fullmatch(name)]:
+        raise _bad(where, f"imports names {odd[0]!r}, which is no module's name")
     if not _SHA256.fullmatch(target.sha256):
         raise _bad(where, "sha256 must be 64 lower-case hexadecimal digits")
     if not _WHEEL.fullmatch(target.wheel):
@@ -125,6 +148,9 @@ def checked(where: str, target: Target) -> Target:
         raise _bad(where, f"wheel {target.wheel!r} is not of version {target.version}")
     if target.status == "supported" and not target.requirements:
         raise _bad(where, "a supported row needs requirements")
+    place = PurePosixPath(target.requirements)
+    if place.is_absolute() or ".." in place.parts or "\0" in target.requirements:
+        raise _bad(where, f"requirements {target.requirements!r} must lie below the folder of the rows")
     return target
 
 
@@ -136,6 +162,8 @@ def load_targets(path: Path = TARGETS_FILE) -> tuple[Target, ...]:
         raise MatrixError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MatrixError(f"{path}: {error}") from error
+    except RecursionError as error:
+        raise MatrixError(f"{path}: nested too deeply") from error
     rows = data.get("target")
     if set(data) != {"target"} or not isinstance(rows, list) or not rows:
         raise MatrixError(f"{path}: there must be [[target]] tables and nothing else")
@@ -144,6 +172,10 @@ def load_targets(path: Path = TARGETS_FILE) -> tuple[Target, ...]:
     for release in releases:
         if releases.count(release) > 1:
             raise MatrixError(f"{path}: release {release} stands there twice")
+    for target in targets:
+        places = [folder / target.requirements for folder in (path.parent, COMMITTED.parent)]
+        if target.requirements and not any(place.is_file() for place in places):
+            raise MatrixError(f"{path}: {target.release}: there is no {target.requirements} beside the rows")
     return targets
 
 
@@ -161,7 +193,7 @@ def row_text(target: Target) -> str:
     lines = ["[[target]]"]
     for item in fields(Target):
         value = getattr(target, item.name)
-        if item.name != "cannot_run" and value not in ("", ()):
+        if item.name != "cannot_run" and (item.default is MISSING or value not in ("", ())):
             lines.append(f"{item.name} = {json.dumps(list(value) if isinstance(value, tuple) else value)}")
     for row in target.cannot_run:
         lines += ["", "[[target.cannot_run]]", f"shape = {json.dumps(row.shape)}", f"error = {json.dumps(row.error)}"]
