@@ -9,7 +9,6 @@ Must not know: sessions, targets or environments; they are `noxfile.py`'s. Stand
 """
 
 import hashlib
-import os
 import runpy
 import shutil
 import subprocess
@@ -55,7 +54,8 @@ def main() -> None:
     if sys.argv[1:] == ["--tools"]:
         print(folder)
         return
-    os.chdir(ROOT)
+    # Not by going there: what a session is given (a wheel, a tree) is named from where the caller is.
+    sys.argv[1:1] = ["--noxfile", str(ROOT / "noxfile.py")]
     sys.path.insert(0, str(folder))
     runpy.run_module("nox", run_name="__main__", alter_sys=True)
 

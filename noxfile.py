@@ -7,13 +7,13 @@ counted (`development/`), a release's number (`matrix/targets.toml` has them), o
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import nox
@@ -23,8 +23,9 @@ sys.path.insert(1, str(Path(__file__).resolve().parent / "matrix"))
 
 from development import environments
 from development.environments import MATRIX_ENV, Engine, dev, engine_env, of_target
-from development.places import PACKAGES, RESULTS, ROOT, STATE, targets, there, title
-from development.results import Result, check, must_be_there, pytest, recorded, sources
+from development.places import GATE, PACKAGES, RESULTS, ROOT, STATE, targets, there, title
+from development.results import Result, check, environ, must_be_there, pytest, recorded, sources
+from xkv_matrix.outcomes import Outcome, read_outcome
 from xkv_matrix.targets import TARGETS_VARIABLE, Target
 
 SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
@@ -56,6 +57,8 @@ def _target(session: nox.Session, release: str | None) -> Target:
     found = [target for target in RUNNABLE if release in (None, target.release)]
     if not found:
         session.error(f"no target {release}: there are {', '.join(target.release for target in RUNNABLE)}")
+    if not release and not SUPPORTED:
+        session.error("there is no supported row; name another one: -- --target RELEASE")
     return found[-1] if release else SUPPORTED[-1]
 
 
@@ -174,7 +177,7 @@ def demo(session: nox.Session) -> None:
     with recorded(session, "demo", target.release) as result:
         python = of_target(session, target)
         command = [python, "demo/run.py", "--target", target.release, *(["--json"] if options.json else [])]
-        done = subprocess.run(command, env={**os.environ, **engine_env(target.release)}, check=False)
+        done = subprocess.run(command, env=environ(engine_env(target.release)), check=False)
         result.add({"passed" if done.returncode == 0 else "failed": 1})
 
 
@@ -212,7 +215,7 @@ def _nox_name(name: str, target: str | None) -> str:
 def _matrix(session: nox.Session, *command: str) -> int:
     """Run one of the matrix's commands where nox was called; its exit code: 2 is bad input."""
     line = (dev(session), "-m", "xkv_matrix", *command)
-    return subprocess.run(line, env={**os.environ, **MATRIX_ENV}, cwd=session.invoked_from, check=False).returncode
+    return subprocess.run(line, env=environ(MATRIX_ENV), cwd=session.invoked_from, check=False).returncode
 
 
 def _end(code: int) -> None:
@@ -225,27 +228,26 @@ def _print_results() -> None:
     """Print what each session left on these sources, and count it all."""
     passed, failed, present = 0, 0, sources()
     for name, target in (*EXPECTED, *BEYOND_CI):
-        file = Result(name, target, sources=present).file
-        found = json.loads(file.read_text()) if file.is_file() else {}
-        if found.get("sources") != present:
+        found = read_outcome(Result(name, target, sources=present).file)
+        if not isinstance(found, Outcome) or found.sources != present:
             continue
-        passed += found["counts"].get("passed", 0)
-        failed += found["counts"].get("failed", 0)
-        print(f"{title(name, target):24} {found['outcome']:8} {found['seconds']:7.1f} s  {found['counts']}")
+        passed += found.counts.get("passed", 0)
+        failed += found.counts.get("failed", 0)
+        verdict = "passed" if found.passed else "failed"
+        print(f"{title(name, target):24} {verdict:8} {found.seconds:7.1f} s  {found.counts}")
     print(f"{passed} passed, {failed} failed", flush=True)
 
 
 @nox.session
 def gate(session: nox.Session) -> None:
     """Go or no-go, from the results that lie there, and whether the README's table says the same: -- [--json]."""
+    with suppress(OSError):
+        GATE.unlink()  # whatever keeps the gate from being asked: no older verdict stands
     needed = [f"--need={title(name, target)}" for name, target in EXPECTED if name not in FIGURES]
     verdict = _matrix(session, "gate", f"--results={RESULTS}", f"--sources={sources()}", *needed, *session.posargs)
-    if "--json" in session.posargs:
-        _end(verdict)
-        return
-    page = _matrix(session, "table", "--check")
-    _print_results()
-    _end(max(verdict, page))
+    if "--json" not in session.posargs:
+        _print_results()
+    _end(verdict)
 
 
 @nox.session(default=False)
@@ -253,6 +255,19 @@ def everything(session: nox.Session) -> None:
     """A bare run, and the stack of every followed release that can be installed."""
     for name, target in (*EXPECTED, *BEYOND_CI, ("gate", None)):
         session.notify(_nox_name(name, target), posargs=())
+
+
+@nox.session(default=False)
+def table(session: nox.Session) -> None:
+    """Put the support table, as the gate's last verdicts have it, into the README; `-- --check` only compares."""
+    _end(_matrix(session, "table", *(session.posargs or ["--write"])))
+
+
+@nox.session(default=False)
+@nox.parametrize("target", _params(ALL))
+def extract(session: nox.Session, target: Target) -> None:
+    """Write the release's contract and feature table from its wheel's sources, to be reviewed."""
+    _end(_matrix(session, "extract", target.release, *session.posargs))
 
 
 @nox.session(default=False)
@@ -274,7 +289,7 @@ def candidate(session: nox.Session) -> None:
     STATE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=STATE) as fresh:
         line = (dev(session), "-m", "xkv_matrix", "candidate", f"--into={fresh}", *session.posargs)
-        env = {**os.environ, **MATRIX_ENV}
+        env = environ(MATRIX_ENV)
         judged = subprocess.run(
             line, env=env, cwd=session.invoked_from, stdout=sys.stderr if quiet else None, check=False
         )

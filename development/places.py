@@ -6,27 +6,38 @@ Must not know: sessions, environments or results.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from xkv_matrix.findings import EXIT_BAD_INPUT, MatrixError
-from xkv_matrix.targets import Target, load_targets
+from xkv_matrix.targets import COMMITTED, TARGETS_VARIABLE, Target, load_targets
 
-__all__ = ["PACKAGES", "RESULTS", "ROOT", "STATE", "targets", "there", "title"]
+__all__ = ["GATE", "PACKAGES", "RESULTS", "ROOT", "STATE", "refuse", "targets", "there", "title"]
 
 ROOT = Path(__file__).resolve().parents[1]
 STATE = ROOT / ".xkv"
 RESULTS = ROOT / "results"
+GATE = ROOT / "gate.json"
+ROWS = COMMITTED
 PACKAGES = ("packages/xkv-store", "compat", "packages/xkv-offload")
 
 
+def refuse(text: str) -> NoReturn:
+    """End nox with one line and the exit code of bad input."""
+    sys.stderr.write(f"error: {' '.join(text.split())}\n")
+    sys.exit(EXIT_BAD_INPUT)
+
+
 def targets() -> tuple[Target, ...]:
-    """Every row, oldest release first."""
+    """Every committed row, oldest release first; the variable that names others is for a candidate's tests."""
+    if os.environ.get(TARGETS_VARIABLE):
+        sys.stderr.write(f"{TARGETS_VARIABLE} is set; sessions go by the committed rows\n")
     try:
-        return tuple(sorted(load_targets(), key=lambda target: target.order))
+        return tuple(sorted(load_targets(ROWS), key=lambda target: target.order))
     except MatrixError as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
-        sys.exit(EXIT_BAD_INPUT)
+        refuse(str(error))
 
 
 def there(*patterns: str) -> list[str]:

@@ -6,6 +6,7 @@ Must not know: environments, releases, or what the gate makes of a result.
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import os
@@ -15,32 +16,69 @@ import time
 import xml.etree.ElementTree as ET
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from development.places import RESULTS, ROOT, there
+from development.places import RESULTS, ROOT, refuse, there
+from xkv_matrix.findings import MatrixError
+from xkv_matrix.page import placed
+from xkv_matrix.targets import TARGETS_VARIABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping
 
     import nox
 
-__all__ = ["JUDGED", "Result", "check", "must_be_there", "pytest", "recorded", "sources"]
+__all__ = ["Result", "check", "environ", "must_be_there", "pytest", "recorded", "sources"]
 
-JUDGED = (
-    *("noxfile.py", "development", "pyproject.toml", "packages", "compat", "matrix", "tests", "demo", "bench"),
-    "requirements",
-)
+# What running, building and editing leave in the tree; everything else is a source.
+MADE = (".*", "__pycache__", "*.egg-info", "*.py[co]", "build", "dist", "*.whl", "uv.lock")
+MADE_AT_ROOT = ("results", "gate.json", "gate.json.new")
+HIDDEN_SOURCES = (".ci",)
+# What would make a session run other tests, or less of them, than it says.
+NOT_INHERITED = ("PYTEST_*", "PYTHONOPTIMIZE", TARGETS_VARIABLE)
+
+
+def environ(more: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Give what a session's process is started with: the caller's environment, less what would narrow what runs."""
+    own = {name: value for name, value in os.environ.items() if not _is_any(name, NOT_INHERITED)}
+    return {**own, **(more or {})}
+
+
+def _is_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_made(folder: Path, name: str) -> bool:
+    own = name in MADE_AT_ROOT if folder == ROOT else False
+    return own or (_is_any(name, MADE) and name not in HIDDEN_SOURCES) or (folder / name / "pyvenv.cfg").is_file()
+
+
+def _source_files() -> list[Path]:
+    found = []
+    for place, folders, files in os.walk(ROOT):
+        folder = Path(place)
+        folders[:] = [name for name in folders if not _is_made(folder, name)]
+        found += [folder / name for name in files if not _is_made(folder, name)]
+    return sorted(path for path in found if path.is_file())
+
+
+def _text(path: Path) -> bytes:
+    """Give a file as it is judged: the page less its table, which the gate compares by itself and may have written."""
+    text = path.read_bytes()
+    if path != ROOT / "README.md":
+        return text
+    try:
+        return placed(text.decode(), "").encode()
+    except (MatrixError, UnicodeDecodeError):
+        return text
 
 
 def sources() -> str:
     """Give one hash of everything that a session may judge: a result of other sources is none of these."""
     digest = hashlib.sha256()
-    for path in sorted(path for place in JUDGED for path in (ROOT / place, *(ROOT / place).rglob("*"))):
-        name = path.relative_to(ROOT)
-        made = any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
-        if path.is_file() and not made:
-            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in _source_files():
+        digest.update(f"{path.relative_to(ROOT)}\0".encode() + hashlib.sha256(_text(path)).digest())
     return digest.hexdigest()
 
 
@@ -68,12 +106,23 @@ class Result:
             self.counts[outcome] = self.counts.get(outcome, 0) + count
 
 
+def _write(result: Result) -> None:
+    """Write a result whole or not at all; a folder that takes none ends nox with one line."""
+    fresh = result.file.with_suffix(".new")
+    try:
+        RESULTS.mkdir(exist_ok=True)
+        fresh.write_text(json.dumps(asdict(result), indent=1) + "\n")
+        fresh.replace(result.file)
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}")
+
+
 @contextmanager
 def recorded(session: nox.Session, name: str, target: str | None = None) -> Iterator[Result]:
     """Write the session's result however it ends, and end it as failed if anything in it failed."""
     result, start = Result(name, target), time.monotonic()
-    RESULTS.mkdir(exist_ok=True)
-    result.file.unlink(missing_ok=True)
+    _write(result)  # before anything runs, where it could not be written afterwards
+    result.file.unlink()
     whole = False
     try:
         yield result
@@ -84,7 +133,7 @@ def recorded(session: nox.Session, name: str, target: str | None = None) -> Iter
         failed, passed = result.counts.get("failed", 0), result.counts.get("passed", 0)
         result.outcome = "passed" if whole and passed and not failed else "failed"
         result.seconds = round(time.monotonic() - start, 1)
-        result.file.write_text(json.dumps(asdict(result), indent=1) + "\n")
+        _write(result)
     if result.outcome == "failed":
         session.error(f"{failed} failed" if failed else "nothing ran")
 
@@ -101,7 +150,7 @@ def check(
     pipe = subprocess.PIPE if quoted else None
     done = subprocess.run(
         command,
-        env={**os.environ, **(env or {})},
+        env=environ(env),
         stdout=pipe,
         stderr=pipe and subprocess.STDOUT,
         text=True,
@@ -135,7 +184,7 @@ def pytest(
     options = ("--durations=10", "--continue-on-collection-errors", f"--junitxml={junit}")
     command = (python, "-m", "pytest", *options, *paths)
     session.log(" ".join(command[1:]))
-    done = subprocess.run(command, env={**os.environ, **(env or {})}, stdout=sys.stderr if quiet else None, check=False)
+    done = subprocess.run(command, env=environ(env), stdout=sys.stderr if quiet else None, check=False)
     counts = _counted(junit) if junit.is_file() else {}
     result.failures += _failures(junit) if junit.is_file() else []
     if counts.get("skipped"):

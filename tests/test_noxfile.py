@@ -5,7 +5,6 @@ Owns: cases for noxfile.py's lists, and for counting and recording in developmen
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,9 @@ from types import ModuleType
 from typing import NoReturn
 
 import pytest
+
+from xkv_matrix.outcomes import Outcome, read_outcome
+from xkv_matrix.page import BEGIN, END
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -131,19 +133,84 @@ def test_a_bare_run_holds_every_supported_release(loaded: ModuleType) -> None:
     assert loaded.nox.options.sessions[-1] == "gate"
 
 
+MADE = (
+    *(".xkv/x", ".git/x", "compat/src/__pycache__/a.pyc", "compat/.hidden", "compat/x.egg-info/PKG-INFO", "results/x"),
+    *("gate.json", "uv.lock", "dist/x.tar", "x-1.whl", "my-venv/pyvenv.cfg", "my-venv/lib/x.py", "compat/src/b.pyc"),
+)
+SOURCES = (
+    *("compat/src/a.py", "dev.py", "noxfile.py", "docs/format.md", "docs/adr/1.md", "README.md", "CONTRIBUTING.md"),
+    *(".ci/run", "LICENSE", "matrix/targets.toml", "requirements/x.txt", "tests/results", "development/results.py"),
+)
+
+
+def _put(root: Path, name: str, text: str) -> None:
+    (root / name).parent.mkdir(parents=True, exist_ok=True)
+    (root / name).write_text(text)
+
+
 def test_a_result_says_what_it_ran_on(results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate takes no result of other sources; what is made by running them must not count as a change."""
     monkeypatch.setattr(results, "ROOT", tmp_path)
-    source = tmp_path / "compat" / "src" / "a.py"
-    (source.parent / "__pycache__").mkdir(parents=True)
-    source.write_text("1")
+    for name in SOURCES:
+        _put(tmp_path, name, "1")
+    seen = {results.sources()}
+    for name in MADE:
+        _put(tmp_path, name, "x")
+    (tmp_path / "loop").symlink_to("loop")
+    assert {results.sources()} == seen
+    for name in SOURCES:
+        _put(tmp_path, name, "2")
+        assert results.sources() not in seen, name
+        seen.add(results.sources())
+
+
+def test_the_page_s_table_is_the_gate_s_to_compare(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or writing it, after a run that only lacked it, would make all of that run's results stale."""
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    _put(tmp_path, "README.md", f"a\n{BEGIN}\nold\n{END}\nb\n")
     first = results.sources()
-    (source.parent / "__pycache__" / "a.pyc").write_text("x")
-    (tmp_path / "compat" / ".hidden").write_text("x")
-    (tmp_path / "README.md").write_text("x")
+    _put(tmp_path, "README.md", f"a\n{BEGIN}\nnew\n{END}\nb\n")
     assert results.sources() == first
-    source.write_text("2")
+    _put(tmp_path, "README.md", f"a\n{BEGIN}\nnew\n{END}\nc\n")
     assert results.sources() != first
+
+
+def test_what_is_set_elsewhere_takes_no_test_away(
+    results: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "test_it.py").write_text("def test_one(): pass\n\ndef test_two(): assert False\n")
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-k one")
+    monkeypatch.setenv("PYTEST_PLUGINS", "no_such_plugin")
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")
+    monkeypatch.setenv("XKV_TARGETS", "elsewhere.toml")
+    results.RESULTS.mkdir()
+    result = results.Result("test", None)
+    results.pytest(Session(), result, sys.executable, "-c", "/dev/null", str(tmp_path))
+    assert (result.counts["passed"], result.counts["failed"]) == (1, 1)
+    assert result.failures == ["test_it::test_two"]
+    assert "XKV_TARGETS" not in results.environ()
+    assert results.environ({"XKV_TARGETS": "a candidate's"})["XKV_TARGETS"] == "a candidate's"
+
+
+def test_results_are_written_whole_or_end_nox_with_one_line(
+    results: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with results.recorded(Session(), "lint") as result:
+        assert not result.file.exists(), "nothing of an older run, and nothing of this one"
+        result.add({"passed": 1})
+    assert [path.name for path in results.RESULTS.iterdir()] == ["lint.json"]
+    outcome = read_outcome(result.file)
+    assert isinstance(outcome, Outcome)
+    assert (outcome.passed, outcome.counts, outcome.sources) == (True, {"passed": 1}, result.sources)
+    result.file.unlink()
+    results.RESULTS.rmdir()
+    results.RESULTS.write_text("")
+    with pytest.raises(SystemExit) as ended, results.recorded(Session(), "lint"):
+        raise AssertionError("it has begun")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -170,16 +237,93 @@ def test_a_pytest_that_ends_by_itself_is_a_failure_with_a_reason(results: Module
     assert result.failures == ["pytest ended with 7, and says of no test that it failed"]
 
 
-def test_a_malformed_row_ends_nox_with_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[target]]\nrelease = "1.2.3"\n', "target 1 (1.2.3): status, package"),
+        ("a = " + "[" * 9000, "nested too deeply"),
+    ],
+)
+def test_a_malformed_row_ends_nox_with_one_line(tmp_path: Path, text: str, said: str) -> None:
     rows = tmp_path / "targets.toml"
-    rows.write_text('[[target]]\nrelease = "1.2.3"\n')
-    script = "import runpy, sys; sys.path[0:0] = sys.argv[2:]; runpy.run_path(sys.argv[1])"
-    command = [sys.executable, "-c", script, str(ROOT / "noxfile.py")]
-    env = {**os.environ, "XKV_TARGETS": str(rows)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env, timeout=60)
+    rows.write_text(text)
+    script = (
+        "import pathlib, runpy, sys; sys.path[0:0] = sys.argv[3:]; from development import places; "
+        "places.ROWS = pathlib.Path(sys.argv[2]); runpy.run_path(sys.argv[1])"
+    )
+    folders = (str(ROOT), str(ROOT / "matrix"))
+    command = [sys.executable, "-c", script, str(ROOT / "noxfile.py"), str(rows), *folders]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 2
-    assert "target 1 (1.2.3): status, package" in done.stderr
+    assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_variable_that_is_left_over_changes_no_row(
+    loaded: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XKV_TARGETS", "elsewhere.toml")
+    assert loaded.targets() == loaded.ALL
+    assert capsys.readouterr().err == "XKV_TARGETS is set; sessions go by the committed rows\n"
+
+
+def test_no_supported_row_ends_the_demo_with_a_line(loaded: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loaded, "SUPPORTED", ())
+    with pytest.raises(AbortedError, match="no supported row"):
+        loaded._target(Session(), None)
+    assert loaded._target(Session(), loaded.RUNNABLE[0].release) == loaded.RUNNABLE[0]
+
+
+def test_the_gate_s_two_forms_are_one_judgement(
+    loaded: ModuleType,
+    results: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And no damaged result keeps the counts from being printed, nor an older verdict from being removed."""
+    asked: list[tuple[str, ...]] = []
+
+    def matrix(_session: object, *command: str) -> int:
+        asked.append(command)
+        return 1
+
+    results.RESULTS.mkdir()
+    verdict = tmp_path / "gate.json"
+    for name, value in (("_matrix", matrix), ("GATE", verdict), ("RESULTS", results.RESULTS)):
+        monkeypatch.setattr(loaded, name, value)
+    (results.RESULTS / "lint.json").write_text("[")
+    (results.RESULTS / "types.json").write_text(json.dumps({"counts": 5}))
+    with results.recorded(Session(), "test") as result:
+        result.add({"passed": 3})
+    for arguments in ([], ["--json"]):
+        verdict.write_text("go")
+        session = Session()
+        session.posargs = arguments
+        with pytest.raises(SystemExit) as ended:
+            loaded.gate.func(session)
+        assert ended.value.code == 1
+        assert not verdict.exists()
+        said = capsys.readouterr().out.splitlines()
+        assert said[-1:] == ([] if arguments else ["3 passed, 0 failed"])
+    assert asked[0] == asked[1][:-1]
+
+
+def test_what_a_session_is_given_is_named_from_where_the_caller_is(tmp_path: Path) -> None:
+    """dev.py is called by its path from a fork's checkout: `--source .` is that checkout."""
+    script = (
+        f"import sys; sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); import dev, pathlib, runpy\n"
+        "dev.tools = pathlib.Path\n"
+        "runpy.run_module = lambda *_, **__: print(pathlib.Path.cwd(), *sys.argv[1:], sep='\\n')\ndev.main()\n"
+    )
+    command = [sys.executable, "-c", script, "-s", "fork"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60)
+    assert done.stdout.splitlines() == [str(tmp_path), "--noxfile", str(ROOT / "noxfile.py"), "-s", "fork"]
+
+
+def test_every_row_can_be_extracted_and_no_bare_run_does_it(loaded: ModuleType) -> None:
+    assert [param.id for param in loaded.extract.parametrize] == [target.release for target in loaded.ALL]
+    assert not [name for name in loaded.nox.options.sessions if name.startswith(("extract", "table"))]
 
 
 def test_failed_tests_are_named_for_the_gate(results: ModuleType, tmp_path: Path) -> None:

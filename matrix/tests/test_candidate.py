@@ -248,6 +248,7 @@ def test_a_row_s_text_is_the_row(known: _Known, tmp_path: Path) -> None:
     file = tmp_path / "targets.toml"
     cannot = (CannotRun("mla", 'it says "no"'),)
     row = replace(known.targets[0], version="9.9.9", requirements="x.txt", engine=False, cannot_run=cannot)
+    (tmp_path / "x.txt").touch()
     file.write_text(row_text(row) + row_text(replace(row, release="1")))
     assert find_target("9.10.0", file) == row
 
