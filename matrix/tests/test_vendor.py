@@ -15,6 +15,7 @@ from xkv_matrix.findings import EXIT_BAD_INPUT, EXIT_OK, MatrixError
 from xkv_matrix.vendor import PROVENANCE, Sources, dotted, vendor, vendor_tests
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 _FILES = {
@@ -130,7 +131,7 @@ def test_our_own_stack_needs_none_of_its_originals(into: Path) -> None:
 def test_a_copy_is_replaced_unless_somebody_edited_it(sources: Sources, into: Path) -> None:
     place = vendor(into, "third", whole=True, sources=sources)
     (place / "__pycache__").mkdir()
-    (place / "__pycache__" / "x.pyc").touch()
+    (place / "__pycache__" / "__init__.cpython-311.opt-1.pyc").touch()
     assert vendor(into, "third", sources=sources) == place
     assert not (place / "xkv_store").exists(), "what the older copy had more is gone"
     (place / "inner.py").write_text("x = 2\n", encoding="utf-8")
@@ -144,11 +145,134 @@ def test_a_copy_is_replaced_unless_somebody_edited_it(sources: Sources, into: Pa
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("not-a-name", "one Python identifier"), ("class", "identifier"), ("xkv_store", "original's name")],
+    [
+        ("not-a-name", "one Python identifier"),
+        ("class", "identifier"),
+        ("xkv_store", "original's name"),
+        *((name, "standard library") for name in ("json", "sys", "_thread", "typing")),
+        *((name, "meaning of its own") for name in ("__init__", "__main__", "__pycache__")),
+        ("ﬁx", "reads this name as 'fix'"),
+    ],
 )
 def test_a_name_that_is_none(sources: Sources, into: Path, name: str, said: str) -> None:
     with pytest.raises(MatrixError, match=said):
         vendor(into, name, sources=sources)
+
+
+_GIT = ("git", "-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false", "-C")
+
+
+def _commit_all(folder: Path) -> str:
+    for command in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "x")):
+        subprocess.run((*_GIT, str(folder), *command), check=True, capture_output=True)
+    done = subprocess.run((*_GIT, str(folder), "rev-parse", "HEAD"), check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _facts(place: Path) -> tuple[str, bool | None]:
+    facts = json.loads((place / PROVENANCE).read_text(encoding="utf-8"))
+    return facts["commit"], facts["changed_since_commit"]
+
+
+def test_a_copy_names_its_own_commit(sources: Sources, into: Path) -> None:
+    commit = _commit_all(sources.root)
+    assert _facts(vendor(into, "third", sources=sources)) == (commit, False)
+    (sources.root / "compat/src/xkv_compat/inner.py").write_text("x = 3\n", encoding="utf-8")
+    assert _facts(vendor(into, "third", sources=sources)) == (commit, True)
+
+
+@pytest.mark.parametrize("tracked", [True, False])
+def test_a_copy_of_an_export_does_not_name_the_commit_of_what_is_around_it(
+    sources: Sources, into: Path, tracked: bool
+) -> None:
+    around = sources.root.parent
+    if not tracked:
+        (around / ".gitignore").write_text("root\n", encoding="utf-8")
+    (around / "x").touch()
+    _commit_all(around)
+    assert _facts(vendor(into, "third", sources=sources)) == ("unknown", None)
+
+
+def test_an_export_at_the_top_of_another_repository(sources: Sources, into: Path) -> None:
+    (sources.root / ".gitignore").write_text("compat\nLICENSE\n", encoding="utf-8")
+    _commit_all(sources.root)
+    assert _facts(vendor(into, "third", sources=sources)) == ("unknown", None)
+
+
+def _add(name: str) -> Callable[[Path], object]:
+    def change(place: Path) -> None:
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text("precious", encoding="utf-8")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _add("inner.py"),
+        _add("more.py"),
+        _add("__pycache__/mine.txt"),
+        _add("__pycache__/mine.pyc"),
+        _add("deep/x"),
+        lambda place: (place / "link").symlink_to("/nowhere"),
+        lambda place: (place / "LICENSE").unlink(),
+        lambda place: [(place / "inner.py").unlink(), (place / "inner.py").symlink_to("LICENSE")],
+        lambda place: [(place / "inner.py").unlink(), (place / "inner.py").mkdir()],
+    ],
+)
+def test_an_edited_copy_is_kept_as_it_is(sources: Sources, into: Path, change: Callable[[Path], object]) -> None:
+    place = vendor(into, "third", sources=sources)
+    change(place)
+    before = sorted(place.rglob("*"))
+    with pytest.raises(MatrixError, match="since it was copied"):
+        vendor(into, "third", sources=sources)
+    assert sorted(place.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}",
+        "[1]",
+        "[" * 100_000,
+        '{"files": {}}',
+        '{"format": 1, "project": "xkv", "files": {}}',
+        '{"format": 1, "project": "xkv", "files": {"a": {"sha256": 1}}}',
+        '{"format": 1, "project": "another", "files": {"LICENSE": {"sha256": "1"}}}',
+    ],
+)
+def test_what_is_not_ours_is_not_replaced(sources: Sources, into: Path, text: str) -> None:
+    (into / "third").mkdir()
+    (into / "third" / PROVENANCE).write_text(text, encoding="utf-8")
+    with pytest.raises(MatrixError, match="is no copy of ours"):
+        vendor(into, "third", sources=sources)
+    assert (into / "third" / PROVENANCE).read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize("target", ["/nowhere", "third", "."])
+def test_a_link_is_not_replaced(sources: Sources, into: Path, target: str) -> None:
+    (into / "third").symlink_to(target)
+    with pytest.raises(MatrixError, match="is no copy of ours"):
+        vendor(into, "third", sources=sources)
+    assert (into / "third").is_symlink()
+
+
+def test_tests_overwrite_nothing_that_is_not_ours(sources: Sources, into: Path, tmp_path: Path) -> None:
+    original = sources.root / "compat/tests/test_x.py"
+    with pytest.raises(MatrixError, match=r"test_x\.py is there and is no copy of ours"):
+        vendor_tests(sources.root, "third", sources=sources)
+    assert original.read_text(encoding="utf-8") == _FILES["compat/tests/test_x.py"]
+    place = vendor_tests(tmp_path / "tests", "third", sources=sources)
+    vendor_tests(place, "fourth", sources=sources)
+    copy = place / "compat/tests/test_x.py"
+    assert copy.read_text(encoding="utf-8") == "import fourth.inner\n"
+    copy.write_text("import fifth\n", encoding="utf-8")
+    with pytest.raises(MatrixError, match="was changed since"):
+        vendor_tests(place, "third", sources=sources)
+    package = vendor(into, "third", sources=sources)
+    with pytest.raises(MatrixError, match="none of our tests'"):
+        vendor_tests(package, "third", sources=sources)
 
 
 def test_tests_speak_of_the_copy(sources: Sources, tmp_path: Path) -> None:
@@ -192,6 +316,13 @@ def test_a_copy_below_other_packages_bears_their_names(tmp_path: Path) -> None:
 def test_command_line(into: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["vendor", "--into", str(tmp_path / "absent"), "--as", "third"]) == EXIT_BAD_INPUT
     assert capsys.readouterr().err.endswith("absent: no such folder\n")
+    assert main(["vendor", "--into", str(into), "--as", "third", "--tests", str(Sources().root)]) == EXIT_BAD_INPUT
+    assert list(into.iterdir()) == []
+    for folder, name in (("/proc", "third"), (str(into), "a" * 300)):
+        capsys.readouterr()
+        assert main(["vendor", "--into", folder, "--as", name]) == EXIT_BAD_INPUT
+        assert capsys.readouterr().err.count("\n") == 1
+    capsys.readouterr()
     command = ["vendor", "--json", "--into", str(into), "--as", "third", "--tests", str(tmp_path / "tests")]
     assert main(command) == EXIT_OK
     assert json.loads(capsys.readouterr().out)["written"] == [str(into / "third"), str(tmp_path / "tests")]

@@ -17,7 +17,7 @@ from .findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
 from .page import placed
 from .table import table_text
 from .targets import COMMITTED, TARGETS_FILE, TARGETS_VARIABLE, find_target, load_targets
-from .vendor import dotted, vendor, vendor_tests
+from .vendor import dotted, planned_tests, vendor, vendor_tests
 from .wheels import fetch, fetch_version, read_wheel, unpack, unpack_whole
 
 if TYPE_CHECKING:
@@ -168,6 +168,8 @@ def _table(options: argparse.Namespace) -> int:
 
 
 def _vendor(options: argparse.Namespace) -> int:
+    if options.tests is not None:  # refused before anything is written
+        planned_tests(options.tests, dotted(options.into / options.name), whole=options.whole)
     places = [vendor(options.into, options.name, whole=options.whole)]
     if options.tests is not None:
         places.append(vendor_tests(options.tests, dotted(places[0]), whole=options.whole))
