@@ -153,6 +153,8 @@ class XkvOffloadingSpec(Something):
     def __init__(self, *args, **kwargs): ...
     def get_manager(self): ...
     def get_worker(self, kv_caches): ...
+    @classmethod
+    def build_metric_definitions(cls, extra_config): ...
 """,
     "manager.py": """
 class XkvManager:
@@ -160,6 +162,7 @@ class XkvManager:
     def prepare_store(self, keys, req_context): ...
     def on_new_request(self, req_context): ...
     def complete_store(self, keys, req_context, success=True): ...
+    def has_pending_work(self): ...
 """,
     "worker.py": """
 class Half:
@@ -167,9 +170,14 @@ class Half:
 
 class XkvWorker(Half):
     def submit_load(self, job_id, src_spec, dst_spec, expedited=False): ...
+    def shutdown(self): ...
 """,
     "transfer.py": "class XkvTransferSpec: ...\n",
 }
+
+
+# What `OURS` leaves to the release.
+DEFAULTS = '[defaults]\n"manager.lock" = "ours needs none"\n'
 
 
 def write_files(folder: Path, files: dict[str, str]) -> Path:
@@ -256,5 +264,7 @@ def extracted(
     assert our_side == places.ours
     tree = make_tree(whole)
     _, table = write(target, tree, places)
+    with table.open("a", encoding="utf-8") as file:
+        file.write(DEFAULTS)
     absent = tuple(name for name, present in load_expected(table).features.items() if not present)
     return replace(target, lacks=absent), tree

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from xkv_matrix.binding import OurClasses, bind
+from xkv_matrix.binding import DEFAULT, OurClasses, bind
 from xkv_matrix.check import open_tree
 from xkv_matrix.connector import uses_of
 from xkv_matrix.findings import Finding, MatrixError
@@ -24,6 +24,7 @@ def judge(make_tree: Make, make_ours: Make, release: dict[str, str], ours: dict[
     """Bind the small release against our side, after `change(release, ours)`."""
 
     def bound(change: Callable[[dict[str, str], dict[str, str]], None] | None = None) -> list[Finding]:
+        ours["manager.py"] += "    @property\n    def lock(self): ...\n"
         if change is not None:
             change(release, ours)
         reader = open_tree(make_tree(release))
@@ -82,6 +83,13 @@ def test_our_side_does_not_fit(judge: Judge, file: str, old: str, new: str, said
         ("self.manager.lookup(*keys)", "manager.lookup: called with * or **"),
         ("self.manager.lookup(1, 2, hurry=True)", "manager.lookup: called with (1, 2, hurry=True)"),
         ("request.lookup(1)", "a call on an object of unknown class"),
+        ("f = self.manager.lookup", "manager.lookup: read of a method that is not called on the spot"),
+        ("self._f = self.manager.has_pending_work", "manager.has_pending_work: read of a method that is not called"),
+        ("functools.partial(self.manager.lookup, 1)()", "manager.lookup: read of a method that is not called"),
+        ("getattr(self.manager, 'lookup')(1, 2, 3)", "manager.lookup: read of a method that is not called"),
+        ("getattr(self.manager, 'lookup', None)", "manager.lookup: ask of a method that is not called on the spot"),
+        ("getattr(self.manager, keys)(1, 2, 3)", "manager.<keys>: read of something that neither"),
+        ("getattr(self.manager, keys, None)", "manager.<keys>: read of something that neither"),
     ],
 )
 def test_a_release_that_moves_on(judge: Judge, call: str, said: str) -> None:
@@ -91,6 +99,28 @@ def test_a_release_that_moves_on(judge: Judge, call: str, said: str) -> None:
     (finding,) = judge(change)
     assert finding.text.startswith(said)
     assert "scheduler:OffloadingConnectorScheduler.newer:" in finding.where
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "key"),
+    [
+        ("manager.py", "complete_store", "manager.complete_store: call"),
+        ("manager.py", "has_pending_work", "manager.has_pending_work: call"),
+        ("manager.py", "lock", "manager.lock: read"),
+        ("worker.py", "shutdown", "worker.shutdown: call"),
+        ("spec.py", "build_metric_definitions", "spec.build_metric_definitions: call"),
+    ],
+)
+def test_a_method_of_ours_that_has_another_name_by_now(judge: Judge, file: str, name: str, key: str) -> None:
+    """The release's base answers then, and everything goes on without us: the worst of all misfits."""
+
+    def change(_: dict[str, str], ours: dict[str, str]) -> None:
+        assert name in ours[file]
+        ours[file] = ours[file].replace(f"def {name}(", f"def {name}_x(")
+
+    (finding,) = judge(change)
+    assert (finding.check, finding.text) == (DEFAULT, f"{key}, answered by vLLM's default, for ours has no such method")
+    assert ".offloading." in finding.where
 
 
 def test_what_every_class_has_needs_nobody_to_define_it(judge: Judge) -> None:

@@ -83,6 +83,22 @@ def test_what_no_harness_test_calls_is_kept_with_its_reason(extracted: tuple[Tar
     assert load_expected(table).uncovered == {"manager.lookup scheduler:f:1": "why"}
 
 
+def test_what_is_left_to_the_release_is_pinned(extracted: tuple[Target, Path], places: Places) -> None:
+    target, tree = extracted
+    table = places.table(target)
+    plain = table.read_text(encoding="utf-8")
+    write(target, tree, places)  # extracting again keeps what a person wrote
+    assert load_expected(table).defaults == {"manager.lock": "ours needs none"}
+    table.write_text(plain.partition("[defaults]")[0], encoding="utf-8")
+    (text,) = _texts(target, tree, places)
+    assert text.startswith("default: ")
+    assert text.endswith("manager.lock: read, answered by vLLM's default, for ours has no such method")
+    table.write_text(plain + '"manager.lookup" = "why"\n', encoding="utf-8")
+    assert _texts(target, tree, places) == [
+        "default: expected/9.9.9.toml: manager.lookup: a known default that answers nothing"
+    ]
+
+
 def test_known_misfits_are_pinned(extracted: tuple[Target, Path], places: Places) -> None:
     """A misfit is accepted by its name only, and a name that fits by now must go."""
     target, tree = extracted
@@ -105,6 +121,8 @@ def test_what_is_not_committed_is_a_finding(extracted: tuple[Target, Path], plac
     target, tree = extracted
     places.contract(target).unlink()
     places.table(target).unlink()
+    manager = places.ours / "manager.py"
+    manager.write_text(manager.read_text(encoding="utf-8") + "    lock = None\n", encoding="utf-8")
     assert [text.partition(": not there")[0] for text in _texts(target, tree, places)] == [
         "contract: contracts/9.9.9.json",
         "features: expected/9.9.9.toml",
@@ -145,7 +163,7 @@ def test_command_line_on_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture
     rows.write_text("[[target]]\nrelease = 'x'\n", encoding="utf-8")
     cases = (
         (["contracts", "no.such"], "no target 'no.such'; there are "),
-        (["contracts", "x", "--targets", str(rows)], "target 1 (x): status, package"),
+        (["contracts", "x", "--targets", str(rows)], ": status, package"),
         (["contracts", _some_release(), "--tree", str(tmp_path)], "not a vLLM source tree"),
     )
     for arguments, said in cases:

@@ -59,7 +59,9 @@ def known(target: Target, whole: dict[str, str], make_tree: Make, places: Places
     whole[_BASE] = whole[_BASE].replace("    def lock(self)", "    def latch(self)")
     write(older, make_tree(whole), places)
     supported = replace(target, release="9.10.0", status="supported")
-    write(supported, make_tree(locked), places)
+    _, table = write(supported, make_tree(locked), places)
+    with table.open("a", encoding="utf-8") as file:
+        file.write('[defaults]\n"manager.lock" = "ours needs none"\n')
     return _Known(locked, (supported, older), places, make_tree)
 
 
@@ -95,11 +97,52 @@ def test_a_renamed_method(known: _Known) -> None:
             f"{_OFFLOADING}/scheduler.py": ("self.manager.lookup(", "self.manager.look_up("),
         }
     )
-    (text,) = _texts(judgement)
+    never, text = _texts(judgement)
+    assert never.startswith("connector: XkvManager.lookup: never called here")
     assert text.startswith(f"binding: vllm.{_OFFLOADING.replace('/', '.')}.scheduler:OffloadingConnectorScheduler")
     assert text.endswith("manager.look_up: call, abstract in this release, and not ours")
     found, total = sum(judgement.features.values()), len(FEATURES)
-    assert list(fork.as_lines(judgement))[-1].endswith(f"tree: unusable: 1 reason(s), {found} of {total} features")
+    assert list(fork.as_lines(judgement))[-1].endswith(f"tree: unusable: 2 reason(s), {found} of {total} features")
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("complete_store", "scheduler"),
+        ("has_pending_work", "scheduler"),
+        ("build_metric_definitions", "metrics"),
+        ("shutdown", "worker"),
+    ],
+)
+def test_a_renamed_method_that_the_release_answers_itself(known: _Known, name: str, file: str) -> None:
+    """Nobody must fill it in, so that nothing fails: but what ours does would never be done."""
+    path = f"{_OFFLOADING}/{file}.py"
+    renamed = {_BASE: (f"def {name}(", f"def {name}_x("), path: (f".{name}(", f".{name}_x(")}
+    role = {"metrics": "spec", "worker": "worker"}.get(file, "manager")
+    owner = {"spec": "XkvOffloadingSpec", "worker": "XkvWorker", "manager": "XkvManager"}[role]
+    never, default = _texts(known.judge(renamed))
+    assert never.startswith(f"connector: {owner}.{name}: never called here; 9.10.0 calls it")
+    assert default.endswith(f"{role}.{name}_x: call, answered by vLLM's default, for ours has no such method")
+
+
+def test_a_method_of_ours_that_is_called_no_more(known: _Known) -> None:
+    """Unless a known row does without the call as well."""
+    scheduler = f"{_OFFLOADING}/scheduler.py"
+    gone = {scheduler: ("self.manager.complete_store(set(keys), request)", "pass")}
+    (text,) = _texts(known.judge(gone))
+    assert text.startswith("connector: XkvManager.complete_store: never called here; 9.10.0 calls it")
+    older = known.places.contract(known.targets[1])
+    contract = json.loads(older.read_text(encoding="utf-8"))
+    contract["uses"] = [use for use in contract["uses"] if use["name"] != "complete_store"]
+    older.write_text(json.dumps(contract), encoding="utf-8")
+    assert known.judge(gone).usable
+
+
+def test_a_default_that_no_row_knows(known: _Known) -> None:
+    table = known.places.table(known.targets[0])
+    table.write_text(table.read_text(encoding="utf-8").replace("manager.lock", "manager.other"), encoding="utf-8")
+    (text,) = _texts(known.judge())
+    assert text.endswith("manager.lock: read, answered by vLLM's default, for ours has no such method")
 
 
 def test_a_cherry_picked_newer_feature_is_no_reason_against_a_tree(known: _Known) -> None:

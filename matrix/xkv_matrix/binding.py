@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .connector import Use, Uses
 
-__all__ = ["OUR_CLASSES", "OurClasses", "bind", "called", "misfit_key"]
+__all__ = ["DEFAULT", "OUR_CLASSES", "OurClasses", "bind", "called", "misfit_key"]
 
 # Role → our class. Objects of the other roles are the release's own classes, filled in by us.
 OUR_CLASSES: Mapping[str, str] = {
@@ -37,6 +37,8 @@ OUR_CLASSES: Mapping[str, str] = {
 MADE_FROM = (("config",), ("vllm_config", "kv_cache_config"))
 # What Python gives every class, whoever writes it.
 OF_EVERY_CLASS = frozenset({"__doc__", "__module__", "__name__", "__qualname__"})
+# The check of a call that vLLM's own method answers: a person must have said that it may.
+DEFAULT = "default"
 _CHECK = "binding"
 _ABSTRACT = "abstract in this release, and not ours"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -118,6 +120,11 @@ def bind(uses: Uses, reader: SourceReader, ours: OurClasses) -> list[Finding]:
         for use in uses.found
         if (text := sides[use.role].misfit(use)) is not None
     ]
+    left = {misfit_key(use): use for use in reversed(uses.found) if sides[use.role].is_left_to_default(use)}
+    findings += [
+        Finding(DEFAULT, use.at, f"{key}: {use.kind}, answered by vLLM's default, for ours has no such method")
+        for key, use in sorted(left.items())
+    ]
     used = {(use.role, use.name) for use in uses.found}
     for role in ours.names:
         if not sides[role].is_declared:
@@ -150,14 +157,28 @@ class _Side:
 
     def misfit(self, use: Use) -> str | None:
         """Why a use does not fit, or None."""
-        if use.kind in {"ask", "write"} or (use.kind == "read" and use.name in OF_EVERY_CLASS):
+        if use.kind == "write" or (use.kind == "read" and use.name in OF_EVERY_CLASS):
             return None
         found = self._find(use.name)
+        if use.kind in {"ask", "read"} and found is not None and _is_method(found.bound):
+            return f"{use.kind} of a method that is not called on the spot: how it is called cannot be checked"
+        if use.kind == "ask":
+            return None
         if found is None:
             return f"{use.kind} of something that neither our class nor the release's has"
         if found.bound is not None and not found.ours and syntax.is_abstract(found.bound):
             return f"{use.kind}, {_ABSTRACT}"
         return None if use.kind == "read" else self._misbound(found.bound, use)
+
+    def is_left_to_default(self, use: Use) -> bool:
+        """Whether a method or a property of the release's own class answers for ours."""
+        found = self._find(use.name) if self._ours else None
+        return (
+            found is not None
+            and not found.ours
+            and isinstance(found.bound, _Function)
+            and not syntax.is_abstract(found.bound)
+        )
 
     def _misbound(self, bound: _Member | None, use: Use) -> str | None:
         if not isinstance(bound, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -226,11 +247,16 @@ def _signature(node: _Function) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _misbound(node: _Function, use: Use) -> str | None:
-    if any(
+def _is_method(bound: _Member | None) -> bool:
+    """Whether it is a function that is no property."""
+    return isinstance(bound, _Function) and not any(
         ast.unparse(decorator).rpartition(".")[2] in {"property", "cached_property"}
-        for decorator in node.decorator_list
-    ):
+        for decorator in bound.decorator_list
+    )
+
+
+def _misbound(node: _Function, use: Use) -> str | None:
+    if not _is_method(node):
         return "called, but it is a property"
     signature = _signature(node)
     try:

@@ -288,8 +288,9 @@ def judge(wheel: Wheel, targets: Sequence[Target], places: Places | None = None,
         *_declared_changes(old, new, ours),
         *_feature_changes(fork.difference(newest, judgement.features, places), ours),
     )
-    known = load_expected(places.table(newest)).uncovered
-    table = expected_text(row, judgement.features, {}, _carried(known, old["uses"], new["uses"]))
+    known = load_expected(places.table(newest))
+    carried = replace(known, misfits={}, uncovered=_carried(known.uncovered, old["uses"], new["uses"]))
+    table = expected_text(row, judgement.features, carried)
     return Candidate(
         row,
         wheel.path.absolute(),

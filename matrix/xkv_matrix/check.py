@@ -16,7 +16,7 @@ from xkv_compat import BadInput, BrokenVLLM
 from xkv_compat.features import evaluate
 from xkv_compat.source import SourceReader, Tree
 
-from .binding import OurClasses, bind
+from .binding import DEFAULT, OurClasses, bind
 from .connector import uses_of
 from .extract import contract_text, extract, load_contract
 from .findings import Finding, MatrixError
@@ -39,6 +39,7 @@ __all__ = [
     "Expected", "Places", "Verdict", "check", "differences", "expected_text", "load_expected", "open_tree", "write",
 ]  # fmt: skip
 
+_REASONS = ("misfits", "uncovered", "defaults")  # the tables of an expected table that give reasons
 LIVE_SECONDS_MAX = 180  # importing a release takes up to half a minute on a quiet machine
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,13 +71,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Expected:
-    """A reviewed table: feature → present; the misfits that are known, and the connector's uses of our objects that
-    no harness test makes, each with its reason.
+    """A reviewed table: feature → present; and, each with its reason, the misfits that are known, the connector's uses
+    of our objects that no harness test makes, and those that are left to the release's own default.
     """
 
     features: dict[str, bool]
     misfits: dict[str, str]
     uncovered: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, str] = field(default_factory=dict)
 
 
 def open_tree(folder: Path) -> SourceReader:
@@ -95,7 +97,7 @@ def load_expected(path: Path) -> Expected:
         raise MatrixError(f"{path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MatrixError(f"{path}: {error}") from error
-    features, reasons = data.get("features"), {name: data.get(name, {}) for name in ("misfits", "uncovered")}
+    features, reasons = data.get("features"), {name: data.get(name, {}) for name in _REASONS}
     if not isinstance(features, dict) or not all(isinstance(value, bool) for value in features.values()):
         raise MatrixError(f"{path}: [features] must be a table of true and false")
     for name, table in reasons.items():
@@ -106,18 +108,18 @@ def load_expected(path: Path) -> Expected:
     return Expected(features, **reasons)
 
 
-def expected_text(
-    target: Target, features: Features, misfits: dict[str, str], uncovered: dict[str, str] | None = None
-) -> str:
+def expected_text(target: Target, features: Features, known: Expected) -> str:
     """A table to be reviewed, as the sources have it."""
     lines = [f"# Features of {target.package} {target.version}, reviewed against its sources.", "[features]"]
     lines += [f"{name} = {'true' if present else 'false'}" for name, present in features.items()]
-    if misfits:
-        lines += ["", "# What does not fit our side, and why that is accepted.", "[misfits]"]
-        lines += [f"{json.dumps(name)} = {json.dumps(reason)}" for name, reason in sorted(misfits.items())]
-    if uncovered:
-        lines += ["", "# What no harness test calls or reads, and why that is accepted.", "[uncovered]"]
-        lines += [f"{json.dumps(name)} = {json.dumps(reason)}" for name, reason in sorted(uncovered.items())]
+    for title, name, reasons in (
+        ("What does not fit our side, and why that is accepted.", "misfits", known.misfits),
+        ("What no harness test calls or reads, and why that is accepted.", "uncovered", known.uncovered),
+        ("What our side leaves to vLLM's own default, and why that is right.", "defaults", known.defaults),
+    ):
+        if reasons:
+            lines += ["", f"# {title}", f"[{name}]"]
+            lines += [f"{json.dumps(key)} = {json.dumps(reason)}" for key, reason in sorted(reasons.items())]
     return "\n".join(lines) + "\n"
 
 
@@ -199,16 +201,20 @@ def _mutation_findings(
 
 
 def _judged(bound: list[Finding], expected: Expected, where: str) -> tuple[list[Finding], list[Finding]]:
-    """Split misfits into findings and known ones; a known misfit that fits by now is a finding."""
+    """Split misfits into findings and known ones; a reason for what is not so by now is a finding."""
     left, known = [], {}
+    unused = set(expected.defaults)
     for finding in bound:
         key = finding.text.partition(": ")[0]
-        if key in expected.misfits:
+        if finding.check == DEFAULT and key in expected.defaults:
+            unused.discard(key)
+        elif key in expected.misfits:
             known[key] = Finding("known misfit", key, expected.misfits[key])
         else:
             left.append(finding)
     stale = sorted(set(expected.misfits) - set(known))
     left += [Finding("binding", where, f"{key}: a known misfit that fits") for key in stale]
+    left += [Finding(DEFAULT, where, f"{key}: a known default that answers nothing") for key in sorted(unused)]
     return left, [known[key] for key in sorted(known)]
 
 
@@ -262,7 +268,7 @@ def write(target: Target, tree: Path, places: Places | None = None) -> tuple[Pat
         raise MatrixError(str(error)) from error
     contract_path, table = places.contract(target), places.table(target)
     known = load_expected(table) if table.is_file() else Expected({}, {})
-    text_of_table = expected_text(target, features, known.misfits, known.uncovered)
+    text_of_table = expected_text(target, features, known)
     for path, text in ((contract_path, contract), (table, text_of_table)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")

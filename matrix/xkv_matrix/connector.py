@@ -177,9 +177,11 @@ def _call_uses(scope: Scope, node: ast.Call, roles: Mapping[str, str], at: str) 
     elif isinstance(node.func, ast.Name) and node.func.id == "getattr" and len(node.args) >= 2:
         role = _role(scope.infer(node.args[0]), roles)
         named = node.args[1]
-        if role is not None and isinstance(named, ast.Constant):
-            kind = "ask" if len(node.args) == 3 else "read"
-            yield Use(role, kind, str(named.value), 0, (), False, (), at)
+        if role is not None:
+            is_known = isinstance(named, ast.Constant)
+            kind = "ask" if is_known and len(node.args) == 3 else "read"
+            name = str(named.value) if isinstance(named, ast.Constant) else f"<{ast.unparse(named)}>"
+            yield Use(role, kind, name, 0, (), False, (), at)
     made = scope.infer(node.func) if isinstance(node.func, ast.Name) else None
     if made is not None and made.is_class and _role(made, roles) == "spec":
         yield _call("spec", "make", "__init__", node, at)

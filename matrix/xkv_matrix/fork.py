@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 from xkv_compat import BrokenVLLM
 from xkv_compat.features import evaluate
 
-from .binding import OurClasses, bind, called
+from .binding import DEFAULT, OurClasses, bind, called
 from .check import Places, load_expected, open_tree
-from .connector import MODULES, uses_of
+from .connector import MODULES, ROLES, uses_of
 from .extract import load_whole_contract
 from .findings import Finding, MatrixError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from xkv_compat import Features
@@ -88,16 +88,45 @@ def _module_of(at: str) -> str:
     return at.partition(":")[0]
 
 
-def _moved(reader: SourceReader, uses: Uses, nearest: Target, places: Places) -> Iterator[Finding]:
-    """Modules that use our objects in the nearest row and are not there: their calls would go unchecked."""
-    path = places.contract(nearest)
+def _contract(target: Target, places: Places) -> Mapping[str, Any]:
+    path = places.contract(target)
     try:
-        contract = load_whole_contract(path)
+        return load_whole_contract(path)
     except OSError as error:
         raise MatrixError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise MatrixError(f"{path}: {error}") from error
-    known = {_module_of(use["at"]) for use in contract["uses"]}
+
+
+def _calls(uses: Iterable[Mapping[str, Any]]) -> set[tuple[str, str]]:
+    return {(use["role"], use["name"]) for use in uses if use["kind"] in {"call", "make"}}
+
+
+def _declares(contract: Mapping[str, Any], role: str, name: str) -> bool:
+    return any(
+        name in contract["modules"].get(module, {}).get("classes", {}).get(owner, {}).get("members", {})
+        for module, owner in ROLES[role]
+    )
+
+
+def _uncalled(
+    uses: Uses, ours: OurClasses, nearest: Target, targets: Sequence[Target], places: Places
+) -> Iterator[Finding]:
+    """Our methods that the nearest row calls and the tree never does, but for those that some row leaves uncalled."""
+    contracts = {target: _contract(target, places) for target in targets}
+    here = _calls(use.as_json() for use in uses.found)
+    for role, name in sorted(_calls(contracts[nearest]["uses"]) - here):
+        if ours.defines(role, name) and not any(
+            _declares(contract, role, name) and (role, name) not in _calls(contract["uses"])
+            for contract in contracts.values()
+        ):
+            text = f"never called here; {nearest.release} calls it, and what ours does then is left undone"
+            yield Finding("connector", f"{ours.place(role, name)[0]}.{name}", text)
+
+
+def _moved(reader: SourceReader, uses: Uses, nearest: Target, places: Places) -> Iterator[Finding]:
+    """Modules that use our objects in the nearest row and are not there: their calls would go unchecked."""
+    known = {_module_of(use["at"]) for use in _contract(nearest, places)["uses"]}
     for module in (name for name in MODULES if name in known and reader.tree.path(name) is None):
         text = f"not there; in {nearest.release} it calls us, so that calls from wherever it went are not checked"
         yield Finding("connector", module, text)
@@ -106,9 +135,12 @@ def _moved(reader: SourceReader, uses: Uses, nearest: Target, places: Places) ->
             yield Finding("connector", role, "no call on it was found: the connector is somewhere else, or is none")
 
 
-def _misfits(bound: Sequence[Finding], expected: Expected) -> Iterator[Finding]:
+def _misfits(bound: Sequence[Finding], expected: Expected, defaults: Container[str]) -> Iterator[Finding]:
     for finding in bound:
-        reason = expected.misfits.get(finding.text.partition(": ")[0])
+        key = finding.text.partition(": ")[0]
+        if finding.check == DEFAULT and key in defaults:
+            continue  # left to vLLM on purpose, in a row that has it
+        reason = expected.misfits.get(key)
         text = f"{finding.text} ({reason})" if reason else finding.text
         yield Finding(finding.check, finding.where, text)
 
@@ -123,7 +155,8 @@ def judge(tree: Path, targets: Sequence[Target], places: Places | None = None) -
     try:
         features = evaluate(reader, str(tree))
         uses = uses_of(reader)
-        bound = bind(uses, reader, OurClasses(places.ours))
+        ours = OurClasses(places.ours)
+        bound = bind(uses, reader, ours)
     except BrokenVLLM as error:
         raise MatrixError(str(error)) from error
     tables = {target: load_expected(places.table(target)) for target in targets}
@@ -136,7 +169,9 @@ def judge(tree: Path, targets: Sequence[Target], places: Places | None = None) -
     nearest = min(reversed(ordered), key=lambda target: differences[target].distance)
     unmet = tuple(Finding("needed", "missing", line) for line in features.unmet)
     moved = tuple(_moved(reader, uses, nearest, places))
-    reasons = (*unmet, *moved, *_misfits(bound, tables[nearest]))
+    uncalled = tuple(_uncalled(uses, ours, nearest, targets, places))
+    defaults = {name for table in tables.values() for name in table.defaults}
+    reasons = (*unmet, *moved, *uncalled, *_misfits(bound, tables[nearest], defaults))
     return Judgement(features, differences[supported[-1]], differences[nearest], reasons)
 
 
