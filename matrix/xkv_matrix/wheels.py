@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import lzma
 import os
 import re
 import shutil
@@ -14,15 +15,21 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from email import message_from_string
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import InvalidName, canonicalize_name
+from packaging.version import InvalidVersion, Version
+
 from .findings import MatrixError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .targets import Target
 
@@ -36,6 +43,8 @@ FETCH_SECONDS_MAX = 900  # the largest wheel is some 340 MB; a slow line still g
 _READ_BYTES = 1 << 20
 _DONE = "complete"
 _EXTRA = re.compile(r";.*\bextra\s*==")
+# What zipfile lets through of a broken archive: RuntimeError is an encrypted member, or a compression that is unknown.
+_BROKEN = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError)
 
 
 def wheels_folder() -> Path:
@@ -103,9 +112,20 @@ def fetch(target: Target, download: Callable[[Target, Path], None] = pip_downloa
     return path
 
 
+def _checked_version(version: str) -> str:
+    try:
+        Version(version)
+    except InvalidVersion as error:
+        raise MatrixError(f"{version!r} is no version") from error
+    if not version.isascii() or version != version.strip() or "!" in version:
+        raise MatrixError(f"{version!r} is no version")
+    return version
+
+
 def fetch_version(like: Target, version: str, download: Callable[[Target, Path], None] = pip_download) -> Path:
     """A version's wheel, for the platform of a known row's; fetched where it is not there yet, of any hash."""
     folder = wheels_folder()
+    version = _checked_version(version)
     name = f"{like.package.replace('-', '_')}-{version}-*.whl"
     if found := sorted(folder.glob(name)):
         return found[0]
@@ -117,6 +137,18 @@ def fetch_version(like: Target, version: str, download: Callable[[Target, Path],
         if not found:
             raise MatrixError(f"{like.package} {version}: the index gave no such wheel")
         return found[0].replace(folder / found[0].name)
+
+
+@contextmanager
+def _opened(path: Path, broken: str) -> Iterator[zipfile.ZipFile]:
+    """The archive; MatrixError with one line for whatever is wrong with it."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            yield archive
+    except OSError as error:
+        raise MatrixError(f"{path}: {broken}: {error.strerror or error}") from error
+    except _BROKEN as error:
+        raise MatrixError(f"{path}: {broken}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -132,33 +164,39 @@ class Wheel:
 
 def read_wheel(path: Path) -> Wheel:
     """What a wheel's own metadata says; MatrixError where the file is none, or has no vllm in it."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            found = [name for name in names if name.endswith(".dist-info/METADATA") and name.count("/") == 1]
-            text = archive.read(found[0]).decode() if len(found) == 1 else ""
-    except OSError as error:
-        raise MatrixError(f"{path}: {error.strerror}") from error
-    except (zipfile.BadZipFile, UnicodeDecodeError) as error:
-        raise MatrixError(f"{path}: not a wheel: {error}") from error
+    with _opened(path, "not a wheel") as archive:
+        names = archive.namelist()
+        found = [name for name in names if name.endswith(".dist-info/METADATA") and name.count("/") == 1]
+        text = archive.read(found[0]).decode() if len(found) == 1 else ""
     facts = message_from_string(text)
-    package, version = facts.get("Name", ""), facts.get("Version", "")
+    package, version = str(facts.get("Name", "")), str(facts.get("Version", ""))
     if not package or not version or not path.name.endswith(".whl"):
         raise MatrixError(f"{path}: not a wheel: it does not say what it is a wheel of")
+    try:
+        canonicalize_name(package, validate=True)
+        _checked_version(version)
+    except (InvalidName, MatrixError) as error:
+        raise MatrixError(f"{path}: not a wheel: {error}") from error
     if "vllm/__init__.py" not in names:
         raise MatrixError(f"{path}: there is no vllm in it")
-    requires = [str(line) for line in facts.get_all("Requires-Dist", [])]
+    requires = [_requirement(path, " ".join(str(line).split())) for line in facts.get_all("Requires-Dist", [])]
     return Wheel(path, _digest(path), package, version, tuple(line for line in requires if not _EXTRA.search(line)))
+
+
+def _requirement(path: Path, line: str) -> str:
+    """A requirement as it stands there: it becomes a line of a requirements file, where others would be options."""
+    try:
+        Requirement(line)
+    except InvalidRequirement as error:
+        raise MatrixError(f"{path}: not a wheel: {line!r} is no requirement") from error
+    return line
 
 
 def unpack_whole(wheel: Path, into: Path) -> None:
     """Unpack everything that would be installed, as a fork's own tree would have it after building."""
     into.mkdir(parents=True)
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(into)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise MatrixError(f"{wheel}: not a wheel that can be unpacked: {error}") from error
+    with _opened(wheel, "not a wheel that can be unpacked") as archive:
+        archive.extractall(into)
 
 
 def _python_members(archive: zipfile.ZipFile) -> Sequence[zipfile.ZipInfo]:
@@ -179,12 +217,9 @@ def unpack(wheel: Path, sha256: str) -> Path:
     tree.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=tree.parent) as folder:
         fresh = Path(folder) / "tree"
-        try:
-            with zipfile.ZipFile(wheel) as archive:
-                members = _python_members(archive)
-                archive.extractall(fresh, members)
-        except (zipfile.BadZipFile, OSError) as error:
-            raise MatrixError(f"{wheel}: not a wheel that can be unpacked: {error}") from error
+        with _opened(wheel, "not a wheel that can be unpacked") as archive:
+            members = _python_members(archive)
+            archive.extractall(fresh, members)
         if not members:
             raise MatrixError(f"{wheel}: there is no vllm in it")
         (fresh / _DONE).touch()
