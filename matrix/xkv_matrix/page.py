@@ -9,7 +9,7 @@ from .findings import MatrixError
 
 __all__ = ["BEGIN", "END", "placed", "table_of"]
 
-BEGIN = "<!-- support table: made by `python -m xkv_matrix table --write` -->"
+BEGIN = "<!-- support table: made by `python3 dev.py -s table` -->"
 END = "<!-- end of the support table -->"
 
 
