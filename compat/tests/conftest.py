@@ -188,6 +188,8 @@ class KVCacheManager:
     "v1/core/sched/scheduler.py": """
 class Scheduler:
     def _handle_failed_recving(self): ...
+    def schedule(self, request):
+        return self.kv_cache_manager.get_computed_blocks_for_connector(request)
 """,
     "v1/core/sched/output.py": """
 from dataclasses import dataclass

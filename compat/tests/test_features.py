@@ -204,3 +204,25 @@ assert threading.active_count() == 1
 """
     done = run_live(None, code)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_method_that_nobody_calls_lifts_no_refusal(
+    make_tree: Callable[[dict[str, str]], Path],
+    full_files: dict[str, str],
+    run_live: Callable[..., subprocess.CompletedProcess[str]],
+    live: bool,
+) -> None:
+    """Backported without its call, it would let Mamba beside attention begin without a state."""
+    call = "self.kv_cache_manager.get_computed_blocks_for_connector(request)"
+    scheduler = "v1/core/sched/scheduler.py"
+    assert call in full_files[scheduler]
+    full_files[scheduler] = full_files[scheduler].replace(call, "self.kv_cache_manager.get_computed_blocks(request)")
+    tree = make_tree(full_files)
+    if live:
+        done = run_live(
+            tree, "from xkv_compat import detect_live\nprint(*(n for n, f in detect_live().items() if not f))"
+        )
+        assert done.stdout.split() == ["state_hits_agree"], done.stderr
+    else:
+        assert [name for name, found in detect_source(tree).items() if not found] == ["state_hits_agree"]

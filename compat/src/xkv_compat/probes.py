@@ -114,6 +114,7 @@ _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 _CONNECTOR_BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _HASHES = "vllm.v1.core.kv_cache_utils"
 _SPECS = "vllm.v1.kv_cache_interface"
+_SCHEDULER = "vllm.v1.core.sched.scheduler"
 
 
 def _symbol(module: str, name: str) -> Probe:
@@ -325,7 +326,7 @@ FEATURES: tuple[Feature, ...] = (
         AllOf(
             (
                 _symbol(_CONNECTOR_BASE, "KVConnectorTransferResults"),
-                _member("vllm.v1.core.sched.scheduler", "Scheduler", "_handle_failed_recving"),
+                _member(_SCHEDULER, "Scheduler", "_handle_failed_recving"),
             )
         ),
         "0.30",
@@ -333,7 +334,7 @@ FEATURES: tuple[Feature, ...] = (
         "block errors where they are safe, otherwise verify before hit",
     ),
     Feature(
-        "abort_safe",
+        "abort_safe",  # a sign only: the parameter came with the change that made aborts safe
         AnyOf(
             (
                 _parameter(f"{_OFFLOADING}.scheduler", "RequestOffloadState.storable_chunks", "group_state"),
@@ -345,7 +346,7 @@ FEATURES: tuple[Feature, ...] = (
         "an abort may end the engine by itself: warned about, and several ranks verify before hit",
     ),
     Feature(
-        "reset_safe",
+        "reset_safe",  # a sign only: the parameter came with the release that made resets safe
         _HAS_CONFIG,
         "0.26",
         "reset_cache with transfers in flight is safe",
@@ -415,8 +416,13 @@ FEATURES: tuple[Feature, ...] = (
         "loads are submitted before the forward pass",
     ),
     Feature(
-        "state_hits_agree",
-        _member("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks_for_connector"),
+        "state_hits_agree",  # lifts a refusal: the method alone, which nobody might call, is not enough
+        AllOf(
+            (
+                _member("vllm.v1.core.kv_cache_manager", "KVCacheManager", "get_computed_blocks_for_connector"),
+                Probe(Kind.CALL, _SCHEDULER, "get_computed_blocks_for_connector", "kv_cache_manager"),
+            )
+        ),
         "0.27",
         "with a connector, a request begins where attention and Mamba both have what they need",
         "it may begin where there is no Mamba state: Mamba beside other layers is a start-up error",
