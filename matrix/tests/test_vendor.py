@@ -149,7 +149,7 @@ def test_a_copy_is_replaced_unless_somebody_edited_it(sources: Sources, into: Pa
         ("not-a-name", "one Python identifier"),
         ("class", "identifier"),
         ("xkv_store", "original's name"),
-        *((name, "standard library") for name in ("json", "sys", "_thread", "typing")),
+        *((name, "standard library") for name in ("json", "sys", "_thread", "typing", "test", "vllm")),
         *((name, "meaning of its own") for name in ("__init__", "__main__", "__pycache__")),
         ("ﬁx", "reads this name as 'fix'"),
     ],

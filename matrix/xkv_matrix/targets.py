@@ -41,7 +41,7 @@ _VERSION = re.compile(
 _PACKAGE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_WHEEL = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.!+]+(-\d[^-]*)?-[^-]+-[^-]+-[^-]+\.whl")
+_WHEEL = re.compile(r"[A-Za-z0-9_.]+-[A-Za-z0-9_.!+]+(-[0-9][A-Za-z0-9_.]*)?(-[A-Za-z0-9_.]+){3}\.whl")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,8 @@ def checked(where: str, target: Target) -> Target:
     if target.status not in STATUSES:
         raise _bad(where, f"status {target.status!r} is none of {', '.join(STATUSES)}")
     for name, version in (("release", target.release), ("version", target.version), ("torch", target.torch)):
-        if not _VERSION.fullmatch(version) and (name, version) != ("torch", ""):
+        unsaid = name == "torch" and not version and target.status == "followed"  # a candidate's may not say it
+        if not _VERSION.fullmatch(version) and not unsaid:
             raise _bad(where, f"{name} {version!r} is no version")
     if not _PACKAGE.fullmatch(target.package):
         raise _bad(where, f"package {target.package!r} is no package's name")

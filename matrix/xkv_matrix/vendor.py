@@ -29,6 +29,7 @@ PROVENANCE_FORMAT = 1
 PROJECT, PROJECT_TESTS = "xkv", "xkv's tests"
 LICENCE = "Apache-2.0"
 GIT_SECONDS_MAX = 30  # asking for the commit; a tree on a slow disk answers in a few
+_TAKEN = frozenset({"test", "vllm"})
 _COPIED = {".py", ".typed"}
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -144,8 +145,8 @@ def _checked_name(name: str, sources: Sources) -> str:
         raise MatrixError(f"--as {name!r}: Python reads this name as {unicodedata.normalize('NFKC', name)!r}")
     if name.startswith("__") and name.endswith("__"):
         raise MatrixError(f"--as {name}: Python has a meaning of its own for this name")
-    if name in sys.stdlib_module_names:
-        raise MatrixError(f"--as {name}: a module of the standard library bears this name")
+    if name in sys.stdlib_module_names or name in _TAKEN:
+        raise MatrixError(f"--as {name}: a module of the standard library, or vLLM, bears this name")
     if name in sources.names:
         raise MatrixError(f"--as {name}: a copy must not bear the original's name")
     return name
