@@ -120,13 +120,14 @@ def _archive(folder: Path, metadata: str = _SAYS, **more: str) -> Path:
     return path
 
 
-def _damaged(path: Path, member: str) -> None:
-    """Its compressed data are others: what zlib says of them is no error of zipfile's."""
+def _damaged(path: Path, *members: str) -> None:
+    """Their compressed data are others: what zlib says of them is no error of zipfile's."""
     with zipfile.ZipFile(path) as archive:
-        info = archive.getinfo(member)
-    start = info.header_offset + 30 + len(member)
+        infos = [archive.getinfo(member) for member in members]
     data = bytearray(path.read_bytes())
-    data[start : start + info.compress_size] = b"\xff" * info.compress_size
+    for info in infos:
+        start = info.header_offset + 30 + len(info.filename)
+        data[start : start + info.compress_size] = b"\xff" * info.compress_size
     path.write_bytes(data)
 
 
@@ -144,7 +145,7 @@ def _marked(path: Path, central: int, local: int, value: int) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: [_damaged(path, _META), _damaged(path, "vllm/__init__.py")],
+        lambda path: _damaged(path, _META, "vllm/__init__.py"),
         lambda path: _marked(path, 8, 6, 1),  # encrypted
         lambda path: _marked(path, 10, 8, 99),  # a compression that nobody knows
         lambda path: path.write_bytes(path.read_bytes()[:-60]),

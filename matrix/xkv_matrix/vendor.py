@@ -253,9 +253,9 @@ def planned_tests(
     known = _known_files(into, PROJECT_TESTS)
     if known is None and os.path.lexists(into / PROVENANCE):
         raise MatrixError(f"--tests {into}: there is a {PROVENANCE} that is none of our tests'")
-    for path, (_, text) in texts.items():
-        file = into / path
-        ours = {(known or {}).get(path, ""), hashlib.sha256(text).hexdigest()}
+    for name_there, (_, text) in texts.items():
+        file = into / name_there
+        ours = {(known or {}).get(name_there, ""), hashlib.sha256(text).hexdigest()}
         if os.path.lexists(file) and (file.is_symlink() or _hash(file) not in ours):
             raise MatrixError(f"{file} is there and is no copy of ours, or was changed since it was copied")
     return texts
