@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from xkv_matrix.check import Places, load_expected, write
+from xkv_matrix.needs import NEEDS
 from xkv_matrix.targets import Target
 
 Make = Callable[[dict[str, str]], Path]
@@ -30,6 +31,7 @@ class GPULoadStoreSpec(LoadStoreSpec): ...
 class PrepareStoreOutput:
     keys_to_store: list
     store_spec: LoadStoreSpec
+    evicted_keys: list
 
 @dataclass
 class RequestOffloadingContext:
@@ -39,6 +41,8 @@ class RequestOffloadingContext:
 class TransferResult:
     job_id: int
     success: bool
+    transfer_size: int | None = None
+    transfer_time: float | None = None
 
 class OffloadingManager(ABC):
     @abstractmethod
@@ -234,20 +238,26 @@ def target() -> Target:
     )
 
 
+def _fields(name: str) -> list[str]:
+    found = [field for need in NEEDS if need.name == name for field in (*need.reads, *(need.made_with or ()))]
+    return list(dict.fromkeys(found))
+
+
 @pytest.fixture
 def whole(release: dict[str, str]) -> dict[str, str]:
     """The small release with the rest of what the product needs: nothing but a test's own change is missing."""
-    release[BASE] += "\n".join(
-        f"\nclass {name}: ..."
-        for name in ("ReqContext", "OffloadingCounterMetadata", "OffloadingGaugeMetadata",
-                     "OffloadingHistogramMetadata", "CanonicalKVCaches", "get_offload_block_hash",
-                     "get_offload_group_idx")
-    )  # fmt: skip
+    release[BASE] = release[BASE].replace("class GPULoadStoreSpec(LoadStoreSpec): ...", "")
+    release[BASE] += "\nclass OffloadingGaugeMetadata: ...\nclass OffloadingHistogramMetadata: ...\n"
+    release[BASE] += "\ndef get_offload_block_hash(key):\n    return key[:-4]\n"
+    release[BASE] += "\ndef get_offload_group_idx(key):\n    return int.from_bytes(key[-4:], 'big')\n"
     release[BASE] += "\n\nfrom enum import Enum\n"
-    release[BASE] += "\nclass OffloadPolicy(Enum):\n    BLOCK_LEVEL = 1\n\nclass LookupResult(Enum):\n    HIT = 1\n"
-    connector = "distributed/kv_transfer/kv_connector/v1"
-    release[f"{connector}/offloading_connector.py"] = "class OffloadingConnector: ...\n"
-    release[f"{connector}/offloading/metrics.py"] += "\nclass OffloadingConnectorStats: ...\n"
+    release[BASE] += "\nclass OffloadPolicy(Enum):\n    BLOCK_LEVEL = 1\n"
+    release[BASE] += "\nclass LookupResult(Enum):\n    MISS, HIT, HIT_PENDING = 1, 2, 3\n"
+    for need in NEEDS:
+        path = need.modules[0].removeprefix("vllm.").replace(".", "/") + ".py"
+        if need.when in {"", "!normalized_config"} and f"class {need.name}" not in (text := release.get(path, "")):
+            fields = "\n".join(f"    {name}: object = None" for name in _fields(need.name))
+            release[path] = f"{text}\nclass {need.name}:\n{fields}\n"
     return release
 
 

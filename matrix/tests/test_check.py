@@ -61,7 +61,7 @@ def test_a_feature_that_goes_is_named_in_table_and_row(extracted: tuple[Target, 
 
 def test_a_needed_symbol_that_goes_is_named(extracted: tuple[Target, Path], places: Places) -> None:
     target, tree = extracted
-    _change(tree, _BASE, "class GPULoadStoreSpec(", "class Renamed(")
+    _change(tree, _BASE, "class GPULoadStoreSpec:", "class Renamed:")
     assert any("needed and missing: GPULoadStoreSpec: no symbol" in text for text in _texts(target, tree, places))
 
 

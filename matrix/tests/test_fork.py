@@ -146,7 +146,11 @@ def test_a_default_that_no_row_knows(known: _Known) -> None:
 
 
 def test_a_cherry_picked_newer_feature_is_no_reason_against_a_tree(known: _Known) -> None:
-    judgement = known.judge({_BASE: (_LATEST, f"{_LATEST}    def get_load_source(self, key, req_context): ...\n")})
+    newer = {_BASE: (_LATEST, f"{_LATEST}    def get_load_source(self, key, req_context): ...\n")}
+    (text,) = _texts(known.judge(newer))
+    assert text == "needs: vllm.v1.kv_offload.base.CacheHitSource: no such class, and we need it"
+    known.files["v1/metrics/cache_hit_source.py"] = "class CacheHitSource:\n    DISK = 1\n"
+    judgement = known.judge(newer)
     assert judgement.usable
     assert (judgement.newest.gained, judgement.newest.lost) == (("load_source",), ())
     assert "  also has load_source" in list(fork.as_lines(judgement))
@@ -217,7 +221,7 @@ def test_json_of_a_package_that_is_called_vllm_and_is_none(make_tree: Make, caps
     assert out.count("\n") == 1
     report = json.loads(out)
     assert report["verdict"] == "unusable"
-    assert {reason["check"] for reason in report["reasons"]} == {"needed", "connector", "binding"}
+    assert {reason["check"] for reason in report["reasons"]} == {"needed", "needs", "connector", "binding"}
     assert report["newest_supported"]["lost"]
 
 

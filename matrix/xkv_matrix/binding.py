@@ -17,14 +17,14 @@ from .connector import ROLES
 from .findings import Finding, MatrixError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from xkv_compat.source import SourceReader
 
     from .connector import Use, Uses
 
-__all__ = ["DEFAULT", "OUR_CLASSES", "OurClasses", "bind", "called", "misfit_key"]
+__all__ = ["DEFAULT", "OUR_CLASSES", "OurClasses", "bind", "called", "misbound", "misfit_key"]
 
 # Role → our class. Objects of the other roles are the release's own classes, filled in by us.
 OUR_CLASSES: Mapping[str, str] = {
@@ -245,6 +245,15 @@ def _signature(node: _Function) -> inspect.Signature:
     if spec.kwarg is not None:
         parameters.append(inspect.Parameter(spec.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
     return inspect.Signature(parameters)
+
+
+def misbound(node: _Function, keywords: Iterable[str]) -> str | None:
+    """Why a method cannot be called with these keywords alone, or None."""
+    try:
+        _signature(node).bind(**dict.fromkeys(keywords))
+    except TypeError as error:
+        return f"it takes {_signature(node)}: {error}"
+    return None
 
 
 def _is_method(bound: _Member | None) -> bool:

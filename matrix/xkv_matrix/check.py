@@ -21,6 +21,7 @@ from .connector import uses_of
 from .extract import contract_text, extract, load_contract
 from .findings import Finding, MatrixError
 from .mutation import mutations
+from .needs import lacking
 from .targets import TARGETS_FILE
 
 if sys.version_info >= (3, 11):
@@ -238,7 +239,7 @@ def check(target: Target, tree: Path, places: Places | None = None, live_python:
     reader = open_tree(tree)
     try:
         features = evaluate(reader, str(tree))
-        findings = _contract_findings(target, reader, places)
+        findings = [*_contract_findings(target, reader, places), *lacking(reader, features)]
         bound = bind(uses_of(reader), reader, OurClasses(places.ours))
     except BrokenVLLM as error:
         raise MatrixError(str(error)) from error

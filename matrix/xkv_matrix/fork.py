@@ -17,6 +17,7 @@ from .check import Places, load_expected, open_tree
 from .connector import MODULES, ROLES, uses_of
 from .extract import load_whole_contract
 from .findings import Finding, MatrixError
+from .needs import lacking
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -156,7 +157,7 @@ def judge(tree: Path, targets: Sequence[Target], places: Places | None = None) -
         features = evaluate(reader, str(tree))
         uses = uses_of(reader)
         ours = OurClasses(places.ours)
-        bound = bind(uses, reader, ours)
+        bound = (*lacking(reader, features), *bind(uses, reader, ours))
     except BrokenVLLM as error:
         raise MatrixError(str(error)) from error
     tables = {target: load_expected(places.table(target)) for target in targets}
