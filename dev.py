@@ -9,6 +9,7 @@ Must not know: sessions, targets or environments; they are `noxfile.py`'s. Stand
 """
 
 import hashlib
+import os
 import runpy
 import shutil
 import subprocess
@@ -54,6 +55,8 @@ def main() -> None:
     if sys.argv[1:] == ["--tools"]:
         print(folder)
         return
+    for name in [name for name in os.environ if name.startswith("NOX")]:
+        del os.environ[name]  # left over, they would choose other sessions than the line says
     # Not by going there: what a session is given (a wheel, a tree) is named from where the caller is.
     sys.argv[1:1] = ["--noxfile", str(ROOT / "noxfile.py")]
     sys.path.insert(0, str(folder))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,6 +38,8 @@ def targets() -> tuple[Target, ...]:
     try:
         return tuple(sorted(load_targets(ROWS), key=lambda target: target.order))
     except MatrixError as error:
+        with suppress(OSError):
+            GATE.unlink()  # of rows that cannot be read no older verdict stands
         refuse(str(error))
 
 

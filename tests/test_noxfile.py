@@ -5,6 +5,7 @@ Owns: cases for noxfile.py's lists, and for counting and recording in developmen
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -247,9 +248,10 @@ def test_a_pytest_that_ends_by_itself_is_a_failure_with_a_reason(results: Module
 def test_a_malformed_row_ends_nox_with_one_line(tmp_path: Path, text: str, said: str) -> None:
     rows = tmp_path / "targets.toml"
     rows.write_text(text)
+    (tmp_path / "gate.json").write_text("go")
     script = (
         "import pathlib, runpy, sys; sys.path[0:0] = sys.argv[3:]; from development import places; "
-        "places.ROWS = pathlib.Path(sys.argv[2]); runpy.run_path(sys.argv[1])"
+        "places.ROWS = pathlib.Path(sys.argv[2]); places.GATE = places.ROWS.with_name('gate.json'); runpy.run_path(sys.argv[1])"
     )
     folders = (str(ROOT), str(ROOT / "matrix"))
     command = [sys.executable, "-c", script, str(ROOT / "noxfile.py"), str(rows), *folders]
@@ -257,6 +259,7 @@ def test_a_malformed_row_ends_nox_with_one_line(tmp_path: Path, text: str, said:
     assert done.returncode == 2
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "gate.json").exists(), "an older verdict, of rows that nobody can read"
 
 
 def test_a_variable_that_is_left_over_changes_no_row(
@@ -314,10 +317,12 @@ def test_what_a_session_is_given_is_named_from_where_the_caller_is(tmp_path: Pat
     script = (
         f"import sys; sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); import dev, pathlib, runpy\n"
         "dev.tools = pathlib.Path\n"
-        "runpy.run_module = lambda *_, **__: print(pathlib.Path.cwd(), *sys.argv[1:], sep='\\n')\ndev.main()\n"
+        "def nox(*_, **__): print(pathlib.Path.cwd(), *sys.argv[1:], *[x for x in os.environ if 'NOX' in x], sep='\\n')\n"
+        "runpy.run_module = nox; import os; dev.main()\n"
     )
     command = [sys.executable, "-c", script, "-s", "fork"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60)
+    env = {**os.environ, "NOXSESSION": "lint", "NOXPYTHON": "3.9"}  # left over: they choose other sessions
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=60, env=env)
     assert done.stdout.splitlines() == [str(tmp_path), "--noxfile", str(ROOT / "noxfile.py"), "-s", "fork"]
 
 
