@@ -24,7 +24,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parent / "matrix"))
 from development import environments
 from development.environments import MATRIX_ENV, Engine, dev, engine_env, of_target
 from development.places import GATE, PACKAGES, RESULTS, ROOT, STATE, targets, there, title
-from development.results import Result, check, environ, must_be_there, pytest, recorded, sources
+from development.results import Result, check, environ, must_be_there, pytest, ready, recorded, sources
 from xkv_matrix.outcomes import Outcome, read_outcome
 from xkv_matrix.targets import TARGETS_VARIABLE, Target
 
@@ -286,6 +286,7 @@ def vendor(session: nox.Session) -> None:
 def candidate(session: nox.Session) -> None:
     """Everything on a release that nobody has seen: -- --wheel FILE|--version V [--no-engine] [--json]."""
     quiet = "--json" in session.posargs
+    ready()
     STATE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=STATE) as fresh:
         line = (dev(session), "-m", "xkv_matrix", "candidate", f"--into={fresh}", *session.posargs)
@@ -304,7 +305,6 @@ def candidate(session: nox.Session) -> None:
     needs = folder / "requirements.in"
     needs.write_text(f"-r {ROOT / 'requirements' / 'engine.in'}\n{needs.read_text()}")
     python = environments.environment(session, f"candidate-{release}", needs, engine)
-    RESULTS.mkdir(exist_ok=True)
     env = {**engine_env(release), TARGETS_VARIABLE: str(folder / "targets.toml")}
     parts = {name: Result(f"candidate_{name}", release) for name in ("backend", "harness", "stack")}
     stack_tests = ENGINE_TESTS if report["engine"] else IMPORT_TESTS

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import nox
 
-__all__ = ["Result", "check", "environ", "must_be_there", "pytest", "recorded", "sources"]
+__all__ = ["Result", "check", "environ", "must_be_there", "pytest", "ready", "recorded", "sources"]
 
 # What running, building and editing leave in the tree; everything else is a source.
 MADE = (".*", "__pycache__", "*.egg-info", "*.py[co]", "build", "dist", "*.whl", "uv.lock")
@@ -106,11 +106,19 @@ class Result:
             self.counts[outcome] = self.counts.get(outcome, 0) + count
 
 
-def _write(result: Result) -> None:
-    """Write a result whole or not at all; a folder that takes none ends nox with one line."""
-    fresh = result.file.with_suffix(".new")
+def ready() -> None:
+    """Make the folder of results; one that cannot be made ends nox with one line."""
     try:
         RESULTS.mkdir(exist_ok=True)
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}")
+
+
+def _write(result: Result) -> None:
+    """Write a result whole or not at all; a folder that takes none ends nox with one line."""
+    ready()
+    fresh = result.file.with_suffix(".new")
+    try:
         fresh.write_text(json.dumps(asdict(result), indent=1) + "\n")
         fresh.replace(result.file)
     except OSError as error:

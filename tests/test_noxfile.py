@@ -251,7 +251,8 @@ def test_a_malformed_row_ends_nox_with_one_line(tmp_path: Path, text: str, said:
     (tmp_path / "gate.json").write_text("go")
     script = (
         "import pathlib, runpy, sys; sys.path[0:0] = sys.argv[3:]; from development import places; "
-        "places.ROWS = pathlib.Path(sys.argv[2]); places.GATE = places.ROWS.with_name('gate.json'); runpy.run_path(sys.argv[1])"
+        "places.ROWS = pathlib.Path(sys.argv[2]); places.GATE = places.ROWS.with_name('gate.json'); "
+        "runpy.run_path(sys.argv[1])"
     )
     folders = (str(ROOT), str(ROOT / "matrix"))
     command = [sys.executable, "-c", script, str(ROOT / "noxfile.py"), str(rows), *folders]
@@ -317,8 +318,9 @@ def test_what_a_session_is_given_is_named_from_where_the_caller_is(tmp_path: Pat
     script = (
         f"import sys; sys.argv[0] = 'x'; sys.path.insert(0, {str(ROOT)!r}); import dev, pathlib, runpy\n"
         "dev.tools = pathlib.Path\n"
-        "def nox(*_, **__): print(pathlib.Path.cwd(), *sys.argv[1:], *[x for x in os.environ if 'NOX' in x], sep='\\n')\n"
-        "runpy.run_module = nox; import os; dev.main()\n"
+        "import os\ndef nox(*_, **__):\n"
+        "    print(pathlib.Path.cwd(), *sys.argv[1:], *[x for x in os.environ if 'NOX' in x], sep='\\n')\n"
+        "runpy.run_module = nox; dev.main()\n"
     )
     command = [sys.executable, "-c", script, "-s", "fork"]
     env = {**os.environ, "NOXSESSION": "lint", "NOXPYTHON": "3.9"}  # left over: they choose other sessions
