@@ -465,11 +465,7 @@ FEATURES: tuple[Feature, ...] = (
         AllOf(
             (
                 _field("vllm.config.compilation", "CompilationConfig", "static_forward_context"),
-                _member(
-                    "vllm.model_executor.layers.attention_layer_base",
-                    "AttentionLayerBase",
-                    "get_kv_cache_spec",
-                ),
+                _member("vllm.model_executor.layers.attention_layer_base", "AttentionLayerBase", "get_kv_cache_spec"),
                 _symbol(_SPECS, "FullAttentionSpec"),
                 _symbol(_SPECS, "MLAAttentionSpec"),
                 _symbol(_SPECS, "MambaSpec"),
@@ -514,10 +510,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
             Probe(Kind.ENUM_MEMBER, _BASE, "BLOCK_LEVEL", "OffloadPolicy"),
         ),
     ),
-    Requirement(
-        "CanonicalKVCaches",
-        (_symbol(_BASE, "CanonicalKVCaches"),),
-    ),
+    Requirement("CanonicalKVCaches", (_symbol(_BASE, "CanonicalKVCaches"),)),
     Requirement("OffloadingSpecFactory", (_symbol("vllm.v1.kv_offload.factory", "OffloadingSpecFactory"),)),
     Requirement("OffloadingConnector", (_symbol(_CONNECTOR, "OffloadingConnector"),)),
     Requirement("OffloadingConnectorStats", (_symbol(f"{_OFFLOADING}.metrics", "OffloadingConnectorStats"),)),
