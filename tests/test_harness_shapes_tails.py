@@ -70,3 +70,17 @@ def test_a_tail_is_of_its_own_prefix_alone(rig: Rig) -> None:
     assert again.computed_tokens == 203 - (200 if restores_tails() else 192) + 19
     third = restored(second, "third", prompt(tokens=206, seed=4, after=TOKENS[:195]))
     assert (third.loaded(0), third.loaded(1)) == WHOLE
+
+
+def test_a_tail_with_nothing_before_it_is_restored(rig: Rig) -> None:
+    # Shorter than a block: the tail is all there is, and vLLM waits for it also where hits are verified first.
+    tokens = prompt(tokens=14, seed=5)
+    if refused(rig, SHAPE):
+        return
+    first = rig.launch(SHAPE)
+    first.serve("cold", tokens, output_tokens=3)
+    objects = 2 if release.stores_tails() else 0
+    rig.gateway.await_objects(objects)
+    request = rig.relaunch(first).serve("restored", tokens, output_tokens=5)
+    assert (request.loaded(0), request.loaded(1)) == (([(0,)], [(0,)]) if objects else ([], []))
+    assert request.computed_tokens == 14 - (12 if objects else 0) + 4
