@@ -24,6 +24,7 @@ from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE
 from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
 from .layout import Superblock
 from .recovery import Loaded, fill, load, rebuild
+from .testing.points import reached
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +100,9 @@ class Opened:
 def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     """Lock the folder, make the card if there is none, mend what can be mended, and open it. UserError."""
     folder = options.folder
+    reached("open.before_lock")
     lock_fd = lock_folder(folder, create=options.create)
+    reached("open.locked")
     try:
         if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
             _make(options)
@@ -437,6 +440,7 @@ def _take_index(folder: Path, databases: Sequence[Database], geometry: Geometry)
             open_in=kernel_boot_id(),
         )
         index.set_meta(meta)
+        reached("open.taken")
     except BaseException:
         index.close()
         raise

@@ -22,6 +22,7 @@ import lmdb
 
 from .errors import MediumError, UserError
 from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
+from .testing.points import reached
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -289,6 +290,7 @@ class Index:
                 if not self._grow():
                     what = f"the index {self._folder} is full at {self.map_bytes()} bytes"
                     raise MediumError(errno.ENOSPC, what, "make the card anew, with larger objects")
+            reached("commit.ended")
             if generation_ceiling is not None:
                 self._env.sync(True)
         except (lmdb.Error, OSError) as error:
@@ -348,10 +350,12 @@ class Index:
         """One transaction; False, and nothing applied, when the map is full."""
         try:
             with self._env.begin(write=True) as transaction:
+                reached("commit.begin")
                 for change in changes:
                     self._apply_one(transaction, change)
                 if generation_ceiling is not None:
                     transaction.put(b"generation_ceiling", _U64.pack(generation_ceiling), db=self._meta)
+                reached("commit.applied")
         except lmdb.MapFullError:
             return False
         return True
