@@ -8,6 +8,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -19,7 +21,9 @@ import pytest
 from xkv_store import wire
 from xkv_store.geometry import DATA_OFFSET, Geometry
 from xkv_store.key import ObjectKey
+from xkv_store.testing import faulty_gateway
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
+from xkv_store.testing.faulty_gateway import write_plan
 from xkv_store.testing.peer import Peer
 from xkv_store.testing.processes import GatewayProcess, running_gateway
 from xkv_store.wire import LoadStatus, StoreStatus
@@ -148,6 +152,30 @@ def test_calls_that_signals_interrupt_go_on(tmp_path: Path) -> None:
             thread.join()
             gateway.signal(signal.SIGCONT)
         assert not {name for name in status_of(peer)["counters"] if "failed" in name or "errors" in name}
+
+
+def test_the_faulty_gateway_is_a_command(tmp_path: Path) -> None:
+    """As docs/reliability.md says it: for whoever does not start gateways from Python."""
+    plan = FaultPlan((Fault(operation=Operation.WRITE, kind=Kind.ERROR, nth=1, error=errno.ENOSPC),))
+    write_plan(tmp_path / "plan", plan)
+    command = [sys.executable, "-m", faulty_gateway.__name__, "gateway", "run", "--json"]
+    command += ["--card", str(tmp_path / "card"), "--socket-dir", str(tmp_path / "sockets")]
+    command += ["--capacity", CAPACITY, "--slot-bytes", str(GEOMETRY.slot_bytes)]
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    environment = {**os.environ, "PYTHONPATH": path, faulty_gateway.ENVIRONMENT_NAME: str(tmp_path / "plan")}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE) as process:
+        try:
+            assert process.stdout is not None
+            peer = Peer(Path(json.loads(process.stdout.readline())["socket"]), geometry=GEOMETRY)
+            peer.attach()
+            assert peer.put(content_of(1), key_of(1)) is StoreStatus.FAILED
+            put_until_confirmed(peer, 1)
+            peer.close()
+            assert faulty_gateway.effects(tmp_path / "plan") == {(Operation.WRITE, Kind.ERROR): 1}
+            process.terminate()
+            assert process.wait(HEAL_S_MAX) == 0
+        finally:
+            process.kill()
 
 
 def test_of_two_gateways_at_once_one_has_the_card(tmp_path: Path) -> None:
