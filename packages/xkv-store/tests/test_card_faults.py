@@ -268,6 +268,46 @@ def test_a_kernel_that_takes_no_more_of_the_index(options: CardOptions) -> None:
     whole(driver)
 
 
+@pytest.mark.parametrize("reading", [False, True])
+def test_an_index_that_lmdb_gives_up_is_opened_again(options: CardOptions, reading: bool) -> None:
+    """One meta page that could not be written would be a card of misses until somebody restarts its gateway."""
+    driver, injector = opened(options, Fault(operation=Operation.COMMIT, kind=Kind.DEAD, nth=2, times=2))
+    assert driver.put_or_fail(key_of(1), content_of(1))
+    for number in (2, 3):
+        if reading:
+            assert driver.get(key_of(0)) == content_of(0)
+        assert not driver.put_or_fail(key_of(number), content_of(number))
+        assert [driver.get(key_of(n)) for n in (0, 1, number)] == [content_of(0), content_of(1), None]
+        driver.tick(RETRY_MS)
+    assert injector.effects == {(Operation.COMMIT, Kind.DEAD): 2}
+    assert driver.put_or_fail(key_of(2), content_of(4))
+    assert driver.get(key_of(2)) == content_of(4)
+    assert "index_errors" not in driver.card.counters()
+    whole(driver)
+
+
+def test_an_index_that_cannot_be_opened_again_is_tried_at_each_commit(
+    options: CardOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver, _ = opened(options, Fault(operation=Operation.COMMIT, kind=Kind.DEAD, nth=1))
+
+    def failing(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(index_module, "_environment", failing)
+        for _ in range(2):
+            assert not driver.put_or_fail(key_of(1), content_of(1))
+            assert driver.get(key_of(0)) is None, "a miss, and counted"
+            driver.tick(RETRY_MS)
+    assert driver.card.counters()["index_errors"] > 0
+    driver.commit_or_fail()  # this one still fails, and opens it
+    driver.tick(RETRY_MS)
+    assert driver.put_or_fail(key_of(1), content_of(1))
+    assert driver.get(key_of(0)) == content_of(0)
+    whole(driver)
+
+
 def test_an_index_that_cannot_be_read_is_a_miss(options: CardOptions) -> None:
     driver, _ = opened(options, Fault(operation=Operation.LOOKUP, kind=Kind.ERROR, nth=1))
     assert driver.get(key_of(0)) is None

@@ -59,6 +59,7 @@ class Kind(enum.Enum):
     SWAP = "swap"  # the bytes of, or for, another slot of the database
     STALE = "stale"  # a write that never arrives and says nothing: what was there before stays
     FULL = "full"  # the index's map is full
+    DEAD = "dead"  # `error` in a commit, after which LMDB refuses everything: as when it cannot write a meta page
     DELAY = "delay"  # right, but `delay_s` later
 
 
@@ -69,7 +70,7 @@ POSSIBLE: Final[dict[Operation, frozenset[Kind]]] = {
     Operation.WRITE: frozenset(_MOVES | {Kind.STALE}),
     Operation.SYNC: frozenset(_CALLS),
     Operation.ALLOCATE: frozenset(_CALLS),
-    Operation.COMMIT: frozenset(_CALLS | {Kind.FULL}),
+    Operation.COMMIT: frozenset(_CALLS | {Kind.FULL, Kind.DEAD}),
     Operation.LOOKUP: frozenset(_CALLS - {Kind.LATE_ERROR}),
 }
 
@@ -286,7 +287,10 @@ class FaultyIndex(Index):
 
     def _try(self, changes: list[Change], generation_ceiling: int | None) -> bool:
         fault = self.injector.strike(Operation.COMMIT)
-        if fault is not None and fault.kind is Kind.ERROR:
+        if fault is not None and fault.kind is Kind.DEAD:
+            with self._lock:
+                self._env.close()
+        if fault is not None and fault.kind in {Kind.ERROR, Kind.DEAD}:
             raise _os_error(fault)
         if fault is not None and fault.kind is Kind.FULL:
             return False
