@@ -80,14 +80,19 @@ def status_of(peer: Peer) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("operation", [Operation.WRITE, Operation.COMMIT])
+@pytest.mark.parametrize(
+    ("operation", "kind"),
+    [(Operation.WRITE, Kind.ERROR), (Operation.COMMIT, Kind.ERROR), (Operation.COMMIT, Kind.DEAD)],
+)
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_a_fault_at_the_third_put_is_one_failed_put(tmp_path: Path, operation: Operation, error: int) -> None:
-    fault = Fault(operation=operation, kind=Kind.ERROR, nth=3, error=error)
+def test_a_fault_at_the_third_put_is_one_failed_put(
+    tmp_path: Path, operation: Operation, kind: Kind, error: int
+) -> None:
+    fault = Fault(operation=operation, kind=kind, nth=3, error=error)
     with serving(tmp_path, fault) as (gateway, peer):
         heard = [peer.put(content_of(number), key_of(number)) for number in range(3)]
         assert heard == [StoreStatus.CONFIRMED, StoreStatus.CONFIRMED, StoreStatus.FAILED]
-        assert gateway.effects() == {(operation, Kind.ERROR): 1}
+        assert gateway.effects() == {(operation, kind): 1}
         assert [read(peer, number) for number in range(3)] == [content_of(0), content_of(1), None]
         put_until_confirmed(peer, 2)
         status = status_of(peer)
