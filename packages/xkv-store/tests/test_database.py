@@ -151,9 +151,12 @@ def test_a_write_that_makes_no_progress_ends(path: Path, monkeypatch: pytest.Mon
     database.close()
 
 
-def test_reading_behind_the_end_is_a_corrupt_object(path: Path) -> None:
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("left", [0, 1_000, 4_096, 4_097])
+def test_reading_behind_the_end_is_a_corrupt_object(path: Path, left: int) -> None:
+    """An end within a step gives a part of it for ever."""
     database = Database.open(path)
-    os.truncate(path, DATA_OFFSET + SLOT)
+    os.truncate(path, DATA_OFFSET + SLOT + left)
     with pytest.raises(CorruptObject):
         database.read(0, buffers(2))
     database.close()

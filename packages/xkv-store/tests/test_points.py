@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import ast
 import os
+import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import xkv_store
-from xkv_store.testing import points
+import pytest
 
-SOURCES = Path(xkv_store.__path__[0])
+from xkv_store.testing import markers, points
 
-
-def named_in_code() -> set[str]:
-    """Every literal that the package hands to `reached`."""
-    names: set[str] = set()
-    for source in SOURCES.rglob("*.py"):
-        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.Call):
-                continue
-            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if called != "reached":
-                continue
-            (argument,) = node.args
-            assert isinstance(argument, ast.Constant), f"{source}:{node.lineno}: not a literal"
-            assert isinstance(argument.value, str), f"{source}:{node.lineno}: not a string"
-            names.add(argument.value)
-    return names
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_table_and_code_agree() -> None:
     """A point that the code no longer reaches would let a kill test pass without killing anything."""
-    assert named_in_code() == set(points.POINTS)
+    assert set(markers.in_source()) == points.POINTS
+
+
+def test_a_computed_name_is_refused(tmp_path: Path) -> None:
+    """The list that is made from the source would lack it."""
+    (tmp_path / "module.py").write_text("points.reached('a')\nreached('b'); reached('a')\n")
+    assert markers.in_source(tmp_path) == {"a": ["module.py:1", "module.py:2"], "b": ["module.py:2"]}
+    (tmp_path / "other.py").write_text("name = 'c'\nreached(name)\n")
+    with pytest.raises(ValueError, match=r"other\.py:2"):
+        markers.in_source(tmp_path)
+
+
+def test_a_process_kills_itself_where_it_is_told(tmp_path: Path) -> None:
+    """The second time, not the first, and nothing behind it runs."""
+    (tmp_path / "put.written.kill").write_text("2")
+    program = (
+        "from xkv_store.testing.points import reached\nfor n in range(9): print(n, flush=True); reached('put.written')"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), points.ENVIRONMENT_NAME: str(tmp_path)}
+    run = [sys.executable, "-c", program]
+    ended = subprocess.run(run, check=False, env=environment, stdout=subprocess.PIPE, timeout=30)
+    assert (ended.returncode, ended.stdout) == (-signal.SIGKILL, b"0\n1\n")
 
 
 def test_nothing_happens_without_the_environment(tmp_path: Path) -> None:

@@ -208,6 +208,7 @@ class Card:
         self._pressure.advance(now_ns)
         for record in self._limbo.release(now_ns, self._pins):
             self._give(record.extents)
+            reached("limbo.released")
         self._evict(now_ns)
         if self._lacking_slots() > 0 and self._evictable():
             return TICK_SOON_NS
@@ -381,8 +382,10 @@ class Card:
             while (batch := self._overlay.take()) is not None:
                 self.commit_batch(batch)
                 self.confirmed(batch)
+            reached("close.committed")
             for database in self._databases:
                 database.sync()
+            reached("close.synced")
             self._index.end_cleanly()
         finally:
             self.abandon()
@@ -475,6 +478,7 @@ class Card:
                 for encoded, record in chunk:
                     self._counters["evicted_objects"] += 1
                     self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, readable=True)
+                reached("evict.removed")
         except MediumError as error:
             self._counters["index_errors"] += 1
             log.warning("evicting: %s", error)

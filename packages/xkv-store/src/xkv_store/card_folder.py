@@ -24,6 +24,7 @@ from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE
 from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
 from .layout import Superblock
 from .recovery import Loaded, fill, load, rebuild
+from .testing.points import reached
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +40,17 @@ _ADVICE = (
     "or give another folder"
 )
 _NO_DAMAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # an index anew would meet the same
+
+
+@dataclass(slots=True)
+class Media:
+    """What a card's databases and index are; a test puts some that fail in their place."""
+
+    database: type[Database] = Database
+    index: type[Index] = Index
+
+
+MEDIA = Media()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +111,9 @@ class Opened:
 def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     """Lock the folder, make the card if there is none, mend what can be mended, and open it. UserError."""
     folder = options.folder
+    reached("open.before_lock")
     lock_fd = lock_folder(folder, create=options.create)
+    reached("open.locked")
     try:
         if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
             _make(options)
@@ -171,12 +185,12 @@ def _make(options: CardOptions) -> None:
                 database_uuid=uuid.uuid4().bytes,
             )
             existed = path.exists()
-            Database.make(path, superblock)
+            MEDIA.database.make(path, superblock)
             if not existed:
                 made.paths.append(path)
             _link(folder, number, path, made)
         meta = Meta(card_uuid, geometry.slot_bytes, len(paths), 0, 0)
-        Index.create(folder / _INDEX, meta, slots=sum(slots)).close()
+        MEDIA.index.create(folder / _INDEX, meta, slots=sum(slots)).close()
         _sync_folder(folder)
     except BaseException:
         made.undo(folder)
@@ -317,7 +331,7 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
     databases: list[Database] = []
     try:
         for number in range(one.databases):
-            databases.append(Database.open(_database_path(folder, number)))  # noqa: PERF401 -- closed on an error
+            databases.append(MEDIA.database.open(_database_path(folder, number)))  # noqa: PERF401 -- closed on an error
         index, loaded, meta, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
     except BaseException:
         for database in databases:
@@ -424,7 +438,7 @@ def _is_damage(error: BaseException) -> bool:
 
 def _take_index(folder: Path, databases: Sequence[Database], geometry: Geometry) -> tuple[Index, Loaded, Meta]:
     slots = [database.superblock.slots for database in databases]
-    index = Index.open(folder / _INDEX, slots=sum(slots))
+    index = MEDIA.index.open(folder / _INDEX, slots=sum(slots))
     try:
         meta = index.meta()
         _check_meta(meta, folder, databases, geometry)
@@ -437,6 +451,7 @@ def _take_index(folder: Path, databases: Sequence[Database], geometry: Geometry)
             open_in=kernel_boot_id(),
         )
         index.set_meta(meta)
+        reached("open.taken")
     except BaseException:
         index.close()
         raise
@@ -468,7 +483,7 @@ def _rebuild_index(folder: Path, databases: Sequence[Database], geometry: Geomet
     fresh, aside = folder / "index.new", folder / "index.damaged"
     _take_away(fresh)
     meta = Meta(card_uuid, geometry.slot_bytes, len(databases), rebuilt.highest_generation, 0)
-    index = Index.create(fresh, meta, slots=slots)
+    index = MEDIA.index.create(fresh, meta, slots=slots)
     try:
         fill(index, rebuilt)
     finally:

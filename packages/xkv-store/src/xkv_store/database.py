@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 IOV_MAX = 1_024  # buffers that the kernel takes in one call (UIO_MAXIOV)
 IO_BYTES_MAX = 32 << 20  # bytes per call: long enough for any device's full speed, short enough to stay fair
+STALLS_MAX = 8  # moves in a row of less than a step: at a file's end for ever, elsewhere a coincidence
 FILE_MODE = 0o600
 
 _DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -63,7 +64,7 @@ class Database:
             data = pack_superblock(superblock)
             try:
                 os.pwrite(fd, data + data, 0)  # first of all: from now on it is known for ours
-                _allocate(path, fd, superblock)
+                cls._allocate(path, fd, superblock)
                 os.fsync(fd)
             except BaseException:
                 if empty:
@@ -89,7 +90,7 @@ class Database:
             raise _cannot_open(path, error) from error
         try:
             _claim(path, fd)
-            _check_size(path, fd, superblock)
+            cls._check_size(path, fd, superblock)
             data = pack_superblock(superblock)
             if os.pread(fd, _SUPERBLOCKS_BYTES, 0) != data + data:
                 log.warning("a superblock of %s was damaged: written again from its copy", path)
@@ -139,6 +140,36 @@ class Database:
         if self._claim_fd != self._fd:
             os.close(self._claim_fd)
 
+    @classmethod
+    def _allocate(cls, path: Path, fd: int, superblock: Superblock) -> None:
+        needed = _database_bytes(superblock)
+        if stat.S_ISBLK(os.fstat(fd).st_mode):
+            if os.lseek(fd, 0, os.SEEK_END) < needed:
+                raise UserError(f"{path} is smaller than the {needed} bytes asked for: give a smaller capacity")
+            return
+        try:
+            cls._reserve(fd, needed)
+        except OSError as error:
+            if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+                raise UserError(f"cannot allocate {needed} bytes for {path}: {error.strerror}") from error
+            free = os.fstatvfs(fd)
+            raise UserError(
+                f"no room for a database of {needed} bytes at {path} ({free.f_bavail * free.f_frsize} are free): "
+                "give a smaller capacity, or another path"
+            ) from error
+
+    @classmethod
+    def _reserve(cls, fd: int, needed: int) -> None:
+        os.posix_fallocate(fd, 0, needed)
+
+    @classmethod
+    def _check_size(cls, path: Path, fd: int, superblock: Superblock) -> None:
+        """A file that was cut is made whole again: what it lost reads as misses."""
+        size = os.lseek(fd, 0, os.SEEK_END)
+        if size < _database_bytes(superblock):
+            log.warning("%s was cut to %d bytes: what it lost are misses now", path, size)
+            cls._allocate(path, fd, superblock)
+
     def _move(self, call: Mover, doing: str, first_slot: int, buffers: Sequence[memoryview]) -> None:
         assert 0 <= first_slot <= self.superblock.slots - len(buffers)
         offset = DATA_OFFSET + first_slot * self.superblock.slot_bytes
@@ -148,7 +179,7 @@ class Database:
 
     def _move_all(self, call: Mover, doing: str, offset: int, buffers: Sequence[memoryview]) -> None:
         wanted = sum(map(len, buffers))
-        done = 0
+        done = stalled = 0
         while done < wanted:
             try:
                 moved = call(self._fd, _rest(buffers, done) if done else buffers, offset + done)
@@ -156,10 +187,12 @@ class Database:
                 raise MediumError.of(error, f"{doing} {wanted} bytes at {offset} of {self.path}") from error
             if done + moved < wanted:
                 # A short move. With O_DIRECT the next one must begin on a step again.
-                moved -= (done + moved) % IO_STEP_BYTES if self.direct else 0
-                if moved <= 0:
+                kept = moved - (moved % IO_STEP_BYTES if self.direct else 0)
+                stalled = 0 if kept > 0 else stalled + 1
+                if moved <= 0 or stalled > STALLS_MAX:
                     what = f"{doing} {wanted} bytes at {offset} of {self.path}: cut off after {done}"
-                    raise CorruptObject(what) if call is os.preadv else MediumError(errno.EIO, what)
+                    raise CorruptObject(what) if doing == "reading" else MediumError(errno.EIO, what)
+                moved = kept
             done += moved
 
 
@@ -269,32 +302,6 @@ def _check_empty(path: Path, fd: int, card_uuid: bytes) -> bool:
                 return False
     remedy = f"wipe it (wipefs --all {path}; blkdiscard --zeroout {path})" if is_device else "remove it"
     raise UserError(f"{path} holds something already: give another path, or {remedy} if it is worthless")
-
-
-def _allocate(path: Path, fd: int, superblock: Superblock) -> None:
-    needed = _database_bytes(superblock)
-    if stat.S_ISBLK(os.fstat(fd).st_mode):
-        if os.lseek(fd, 0, os.SEEK_END) < needed:
-            raise UserError(f"{path} is smaller than the {needed} bytes asked for: give a smaller capacity")
-        return
-    try:
-        os.posix_fallocate(fd, 0, needed)
-    except OSError as error:
-        if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            raise UserError(f"cannot allocate {needed} bytes for {path}: {error.strerror}") from error
-        free = os.fstatvfs(fd)
-        raise UserError(
-            f"no room for a database of {needed} bytes at {path} ({free.f_bavail * free.f_frsize} are free): "
-            "give a smaller capacity, or another path"
-        ) from error
-
-
-def _check_size(path: Path, fd: int, superblock: Superblock) -> None:
-    """A file that was cut is made whole again: what it lost reads as misses."""
-    size = os.lseek(fd, 0, os.SEEK_END)
-    if size < _database_bytes(superblock):
-        log.warning("%s was cut to %d bytes: what it lost are misses now", path, size)
-        _allocate(path, fd, superblock)
 
 
 def _probe_direct(path: Path, superblock: bytes) -> int | None:

@@ -22,6 +22,7 @@ import lmdb
 
 from .errors import MediumError, UserError
 from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
+from .testing.points import reached
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -120,10 +121,14 @@ class Index:
 
     def __init__(self, folder: Path, env: lmdb.Environment, *, map_bytes_max: int) -> None:
         self._folder = folder
-        self._env = env
         self._map_bytes_max = map_bytes_max
         self._lock = threading.Lock()
         self._reader: lmdb.Transaction[bytes] | None = None
+        self._use(env)
+
+    def _use(self, env: lmdb.Environment) -> None:
+        self._env = env
+        self._map_bytes = env.info()["map_size"]
         self._meta, self._objects, self._order, self._namespaces = (env.open_db(name) for name in NAMED_DATABASES)
 
     @classmethod
@@ -158,22 +163,10 @@ class Index:
 
     @classmethod
     def _open(cls, folder: Path, slots: int, map_bytes: int | None) -> Index:
-        # The card's own lock says that nobody else has this environment open, so that a lock file can only be a
-        # dead process's, perhaps of another pid namespace: its readers are stale, its mutex of no use.
-        (folder / "lock.mdb").unlink(missing_ok=True)
         likely_bytes = max(MAP_BYTES_MIN, slots * INDEX_BYTES_PER_SLOT * 2)
         on_disk = (folder / "data.mdb").stat().st_size if (folder / "data.mdb").exists() else 0
         try:
-            env = lmdb.open(
-                str(folder),
-                map_size=max(map_bytes or likely_bytes, on_disk),
-                mode=0o600,
-                max_dbs=len(NAMED_DATABASES),
-                max_readers=READERS_MAX,
-                max_spare_txns=2,
-                sync=False,
-                readahead=False,
-            )
+            env = _environment(folder, max(map_bytes or likely_bytes, on_disk))
             return cls(folder, env, map_bytes_max=likely_bytes * 16)
         except lmdb.Error as error:
             raise DamagedIndexError(str(error)) from error
@@ -289,9 +282,11 @@ class Index:
                 if not self._grow():
                     what = f"the index {self._folder} is full at {self.map_bytes()} bytes"
                     raise MediumError(errno.ENOSPC, what, "make the card anew, with larger objects")
+            reached("commit.ended")
             if generation_ceiling is not None:
                 self._env.sync(True)
         except (lmdb.Error, OSError) as error:
+            self._revive()
             raise _as_medium_error(error, "writing the index", self._folder) from error
 
     def set_meta(self, meta: Meta) -> None:
@@ -334,7 +329,7 @@ class Index:
 
     def map_bytes(self) -> int:
         """The size of the map: what the index may grow to before the map grows."""
-        return self._env.info()["map_size"]
+        return self._map_bytes
 
     def close(self) -> None:
         """Close the environment; what was not applied is lost."""
@@ -348,10 +343,12 @@ class Index:
         """One transaction; False, and nothing applied, when the map is full."""
         try:
             with self._env.begin(write=True) as transaction:
+                reached("commit.begin")
                 for change in changes:
                     self._apply_one(transaction, change)
                 if generation_ceiling is not None:
                     transaction.put(b"generation_ceiling", _U64.pack(generation_ceiling), db=self._meta)
+                reached("commit.applied")
         except lmdb.MapFullError:
             return False
         return True
@@ -386,13 +383,57 @@ class Index:
                 self._reader.abort()
                 self._reader = None
             self._env.set_mapsize(min(size * 2, self._map_bytes_max))
+            self._map_bytes = self._env.info()["map_size"]
             log.info("the index's map grows from %d to %d bytes", size, self.map_bytes())
             return True
+
+    def _revive(self) -> None:
+        """LMDB refuses all that follows a meta page that it could not write: an environment anew does not.
+
+        The meta page before it is still good. Where the new one cannot be had either, the next failed `apply` tries.
+        """
+        with self._lock:
+            try:
+                self._env.begin().abort()
+            except lmdb.Error:
+                log.warning("opening the index %s again: LMDB gave it up", self._folder)
+            else:
+                return
+            with suppress(lmdb.Error):  # a reader of an environment that is closed is gone
+                if self._reader is not None:
+                    self._reader.abort()
+            self._reader = None
+            self._env.close()
+            try:
+                _check_whole(self._folder / "data.mdb")
+                self._use(_environment(self._folder, self._map_bytes))
+            except (lmdb.Error, OSError) as error:
+                log.warning("the index %s cannot be opened again: %s", self._folder, error)
+            except DamagedIndexError as error:
+                log.warning("the index %s is damaged: %s", self._folder, error)
+                doubt(self._folder)
 
     def _read(self) -> lmdb.Transaction[bytes]:
         if self._reader is None:
             self._reader = self._env.begin()
         return self._reader
+
+
+def _environment(folder: Path, map_bytes: int) -> lmdb.Environment:
+    """The environment in `folder`, opened. lmdb.Error, OSError."""
+    # The card's own lock says that nobody else has this environment open, so that a lock file can only be a
+    # dead process's, perhaps of another pid namespace: its readers are stale, its mutex of no use.
+    (folder / "lock.mdb").unlink(missing_ok=True)
+    return lmdb.open(
+        str(folder),
+        map_size=map_bytes,
+        mode=0o600,
+        max_dbs=len(NAMED_DATABASES),
+        max_readers=READERS_MAX,
+        max_spare_txns=2,
+        sync=False,
+        readahead=False,
+    )
 
 
 class _Reading:

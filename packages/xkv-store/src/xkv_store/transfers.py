@@ -129,6 +129,7 @@ class Transfers:
         self._card.finish_put(putting.plan, self._as_medium_error(error))
         if error is None:
             self._unconfirmed[putting.plan.generation] = putting
+            reached("put.queued")
         else:
             self.counters["put_withdrawn"] += isinstance(error, WithdrawnError)
             self._answer_put(putting, StoreStatus.FAILED)
@@ -151,6 +152,7 @@ class Transfers:
     def _answer_put(self, putting: _Putting, status: StoreStatus) -> None:
         self._count("put", status)
         putting.party.answers.stored(putting.put, StoredObject(putting.index, status))
+        reached("put.answered")
 
     # --- gets --------------------------------------------------------------------------------------------
 

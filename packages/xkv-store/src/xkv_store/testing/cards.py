@@ -3,11 +3,12 @@
 Owns a ring of slots, the time that the card is told, and the steps of a put in their order. Must not know sockets.
 """
 
+import errno
 import mmap
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..card import Card, CardOptions, GetPlan, PutPlan, PutRefusal  # noqa: TID252 -- the package may be vendored
+from ..card import Card, CardOptions, CommitBatch, GetPlan, PutPlan, PutRefusal  # noqa: TID252 -- the package may be vendored
 from ..errors import CorruptObject, MediumError  # noqa: TID252
 from ..geometry import HEADER_BYTES  # noqa: TID252
 from ..key import ObjectKey  # noqa: TID252
@@ -67,6 +68,34 @@ class CardDriver:
             self.commit()
         return plan
 
+    def put_or_fail(self, key: ObjectKey, data: bytes, *, family: int = 0, replacing: bool = True) -> bool:
+        """As the gateway does, on a medium that may fail: whether the put is confirmed."""
+        plan = self.begin(key, len(data), family=family, replacing=replacing)
+        if isinstance(plan, PutRefusal):
+            return False
+        failed: MediumError | None = None
+        try:
+            self.write(plan, data)
+        except MediumError as error:
+            failed = error
+        self.card.finish_put(plan, failed, self.now_ns)
+        return plan in self.commit_or_fail()
+
+    def commit_or_fail(self) -> list[PutPlan]:
+        """Commit what waits, up to a commit that fails; the puts that are confirmed."""
+        plans: list[PutPlan] = []
+        while (batch := self.card.take_commit_batch()) is not None:
+            plans += self._commit_or_fail(batch)
+        return plans
+
+    def _commit_or_fail(self, batch: CommitBatch) -> list[PutPlan]:
+        try:
+            self.card.commit_batch(batch)
+        except MediumError:
+            self.card.commit_failed(batch, self.now_ns)
+            return []
+        return self.card.confirmed(batch)
+
     # --- gets -----------------------------------------------------------------------------------------------
 
     def get(self, key: ObjectKey) -> bytes | None:
@@ -80,7 +109,7 @@ class CardDriver:
             self.card.end_get(plan)
 
     def get_or_drop(self, key: ObjectKey) -> bytes | None:
-        """As the gateway does: a corrupt object leaves the card, and is a miss."""
+        """As the gateway does: a corrupt or unreadable object leaves the card; that, and any other fault, is a miss."""
         plan = self.card.begin_get(key, self.now_ns)
         if plan is None:
             return None
@@ -88,6 +117,10 @@ class CardDriver:
             return self.read(plan)
         except CorruptObject:
             self.card.drop(key, plan.generation, "corrupt")
+            return None
+        except MediumError as error:
+            if error.errno == errno.EIO:
+                self.card.drop(key, plan.generation, "unreadable")
             return None
         finally:
             self.card.end_get(plan)
@@ -120,6 +153,12 @@ class CardDriver:
         """Let time pass, with all that the card wants to do and to commit."""
         self.tick(ms)
         self.commit()
+        self.tick()
+
+    def settle_or_fail(self, ms: float = 0) -> None:
+        """`settle`, on a medium that may fail."""
+        self.tick(ms)
+        self.commit_or_fail()
         self.tick()
 
     def crash(self) -> None:

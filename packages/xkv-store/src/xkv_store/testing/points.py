@@ -4,12 +4,14 @@ Owns: the table of points, the marker files, the bounded wait. Switched on by th
 XKV_POINTS=<folder> at process start and by nothing else; otherwise a point costs one comparison.
 Must not know: what the code does at a point, or who watches.
 
-Reaching P appends a line to <folder>/P.reached; while <folder>/P.hold exists, the thread waits there.
+Reaching P appends a line to <folder>/P.reached; while <folder>/P.hold exists, the thread waits there. Where
+<folder>/P.kill exists and holds N, the process kills itself (SIGKILL) there, the Nth time that P is reached.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Final
@@ -26,13 +28,25 @@ POINTS: Final[frozenset[str]] = frozenset(
         "put.written",  # all of it is on the medium, the index does not know it
         "put.before_commit",  # its entry is in a batch that is about to be committed
         "put.committed",  # the index holds it, the lookup table does not
+        "put.queued",  # on the main thread, its entry waits for a batch; a former object is in limbo
         "put.confirmed",  # the lookup table holds it, its answer is not sent
+        "put.answered",  # its answer is in the session's outbox
         "get.received",  # decoded and found, not yet queued
         "get.before_read",  # on an I/O thread, nothing is read
         "get.read",  # read and verified, in the ring
         "get.answered",  # its answer is in the session's outbox
         "evict.begin",  # an object is about to leave the index for limbo
+        "evict.removed",  # it has left the table, and its removal waits for a batch
         "evict.committed",  # a batch that removes entries is committed
+        "limbo.released",  # its slots are free again
+        "commit.begin",  # a transaction of the index is open, nothing of the batch is in it
+        "commit.applied",  # all of the batch is in the transaction, which is not committed
+        "commit.ended",  # the index's transaction is committed, no ceiling is synced
+        "open.before_lock",  # a card's folder is about to be locked
+        "open.locked",  # it is, and nothing is read
+        "open.taken",  # the index is read, and says that this life has it open
+        "close.committed",  # at a clean end everything is committed, nothing is synced
+        "close.synced",  # the databases are synced, the index is not marked as closed
     }
 )
 
@@ -57,6 +71,9 @@ def _mark(folder: Path, name: str) -> None:
     line = f"{time.monotonic_ns()} {os.getpid()}\n"
     with (folder / f"{name}.reached").open("a", encoding="ascii") as file:
         file.write(line)
+    kill = folder / f"{name}.kill"
+    if kill.exists() and len((folder / f"{name}.reached").read_bytes().splitlines()) >= int(kill.read_text("ascii")):
+        os.kill(os.getpid(), signal.SIGKILL)
     hold = folder / f"{name}.hold"
     deadline = time.monotonic() + HOLD_S_MAX
     while hold.exists() and time.monotonic() < deadline:

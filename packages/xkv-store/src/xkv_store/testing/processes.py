@@ -16,13 +16,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from .. import cli  # noqa: TID252  the package may have another name
+from . import faulty_gateway
 from . import points as points_of
 from .points import ENVIRONMENT_NAME, POINTS
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
     from pathlib import Path
+
+    from .faults import FaultPlan, Kind, Operation
 
 START_S_MAX: Final = 30.0  # on a machine that does other things too
 END_S_MAX: Final = 30.0  # the drain's bound, with room
@@ -36,23 +40,28 @@ _PROCESSES: Final = multiprocessing.get_context("forkserver")
 _PROCESSES.set_forkserver_preload([__name__, "pytest"])
 
 
-def _run(words: Sequence[str], points: str, output: Connection) -> None:
+def _run(words: Sequence[str], points: str, faults: str, output: Connection) -> None:
     os.dup2(output.fileno(), 1)
     os.environ[ENVIRONMENT_NAME] = points
     points_of.look_at_environment()
-    sys.exit(cli.main(words))
+    if faults:
+        os.environ[faulty_gateway.ENVIRONMENT_NAME] = faults
+    sys.exit(faulty_gateway.main(words) if faults else cli.main(words))
 
 
 class GatewayProcess:
     """`xkv gateway run` as a process of its own. Make it with `running_gateway`."""
 
-    def __init__(self, *, card: Path, socket_dir: Path, points: Path, options: Sequence[str]) -> None:
+    def __init__(
+        self, *, card: Path, socket_dir: Path, points: Path, options: Sequence[str], faults: Path | None = None
+    ) -> None:
         self.points = points
+        self._faults = faults
         points.mkdir(exist_ok=True)
         words = ["gateway", "run", "--json", "--card", str(card), "--socket-dir", str(socket_dir)]
         words += ["--port", str(PORT), *options]
         self._output, output = _PROCESSES.Pipe(duplex=False)
-        self._process = _PROCESSES.Process(target=_run, args=(words, str(points), output))
+        self._process = _PROCESSES.Process(target=_run, args=(words, str(points), str(faults or ""), output))
         self._process.start()
         output.close()
         try:
@@ -86,6 +95,11 @@ class GatewayProcess:
         assert point in POINTS
         (self.points / f"{point}.hold").touch()
 
+    def kill_at(self, point: str, times: int = 1) -> None:
+        """The gateway kills itself (-9) exactly there, when this folder's processes have been there so often."""
+        assert point in POINTS
+        (self.points / f"{point}.kill").write_text(str(times), encoding="ascii")
+
     def let_go(self, point: str) -> None:
         """Go on."""
         (self.points / f"{point}.hold").unlink(missing_ok=True)
@@ -105,6 +119,11 @@ class GatewayProcess:
             if not self.alive:
                 raise RuntimeError(f"the gateway has ended with {self._process.exitcode}")
             time.sleep(POLL_S)
+
+    def effects(self) -> Counter[tuple[Operation, Kind]]:
+        """What has gone wrong of the plan it was started with."""
+        assert self._faults is not None
+        return faulty_gateway.effects(self._faults)
 
     def kill(self) -> None:
         """Kill -9; then nothing is held any more."""
@@ -135,14 +154,22 @@ class GatewayProcess:
 
 @contextmanager
 def running_gateway(
-    folder: Path, *, capacity: str = "32MiB", slot_bytes: int = 65_536, options: Sequence[str] = ()
+    folder: Path,
+    *,
+    capacity: str = "32MiB",
+    slot_bytes: int = 65_536,
+    options: Sequence[str] = (),
+    faults: FaultPlan | None = None,
 ) -> Iterator[GatewayProcess]:
-    """A gateway on the card `folder`/card; ended with the block, however that ends."""
+    """A gateway on the card `folder`/card; ended with the block, however that ends. `faults`: its medium's."""
+    if faults is not None:
+        faulty_gateway.write_plan(folder / "faults", faults)
     gateway = GatewayProcess(
         card=folder / "card",
         socket_dir=folder / "sockets",
         points=folder / "points",
         options=["--capacity", capacity, "--slot-bytes", str(slot_bytes), *options],
+        faults=folder / "faults" if faults is not None else None,
     )
     try:
         yield gateway
