@@ -353,3 +353,12 @@ def test_what_cannot_be_verified_is_a_miss_until_it_is_stored_anew() -> None:
     assert manager.lookup(key(1), request("third")) == "PENDING"
     manager.on_schedule_end()
     assert manager.lookup(key(1), request("third")) == "HIT"
+
+
+def test_a_request_that_waited_too_long_is_counted() -> None:
+    card = FakeCard()
+    card.confirm([key(1)])
+    manager = make(card, staging=Staging(FakeReads(), pending_seconds=-1, groups=1))
+    assert manager.lookup(key(1), request()) == "MISS"
+    stats: Any = manager.get_stats()
+    assert stats.counted["vllm:xkv_pending_timeouts"] == 1

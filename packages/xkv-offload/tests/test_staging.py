@@ -82,7 +82,11 @@ class Rig:
         """One pass of lookups: H(it), P(ending), M(iss) for each key."""
         answers = [
             self.staging.lookup(
-                req_id=req_id, namespace=NAMESPACE, key=name(key), objects=self.objects, fragments=self.fragments
+                req_id=req_id,
+                namespace=NAMESPACE,
+                key=name(key),
+                objects=self.objects,
+                fragments=lambda: self.fragments,
             )
             for key in keys
         ]
@@ -202,7 +206,7 @@ def test_one_group_leaves_room_for_the_windows_of_others(clock: Clock) -> None:
     other = name(9)[:-4] + b"\x00\x00\x00\x01"
 
     def window() -> Answer:
-        return one.staging.lookup(req_id="a", namespace=NAMESPACE, key=other, objects=1, fragments=1)
+        return one.staging.lookup(req_id="a", namespace=NAMESPACE, key=other, objects=1, fragments=lambda: 1)
 
     assert window() is Answer.PENDING
     one.step()
@@ -216,7 +220,7 @@ def test_windows_of_a_longer_prefix_than_there_is_make_room(clock: Clock) -> Non
 
     def window(key: int) -> Answer:
         other = name(key)[:-4] + b"\x00\x00\x00\x01"
-        return one.staging.lookup(req_id="a", namespace=NAMESPACE, key=other, objects=1, fragments=1)
+        return one.staging.lookup(req_id="a", namespace=NAMESPACE, key=other, objects=1, fragments=lambda: 1)
 
     assert (one.ask("a", 1, 2, 3, 4), window(4)) == ("PPPM", Answer.PENDING)
     one.step()
@@ -237,7 +241,7 @@ def test_waiting_ends(clock: Clock) -> None:
     one.staging.end_step()
     clock.now += 2.1
     assert (one.ask("a", 1, 2), one.ask("b", 3)) == ("MM", "M")
-    assert one.staging.timeouts == 2
+    assert one.staging.take_timeouts() == 2
     one.reads.end()
     assert one.ask("a", 1, 2) == "HH", "what has come after all is good"
     assert one.ask("b", 3) == "M"

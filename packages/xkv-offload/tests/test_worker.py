@@ -311,7 +311,9 @@ def verified(staging: Staging, keys: Sequence[int]) -> XkvTransferSpec:
     wanted = [key(number) for number in keys]
     deadline = time.monotonic() + DEADLINE_S
     while True:
-        answers = {staging.lookup(req_id="r", namespace=NAMESPACE, key=one, objects=1, fragments=4) for one in wanted}
+        answers = {
+            staging.lookup(req_id="r", namespace=NAMESPACE, key=one, objects=1, fragments=lambda: 4) for one in wanted
+        }
         if answers == {Answer.HIT}:
             break
         assert answers <= {Answer.HIT, Answer.PENDING}

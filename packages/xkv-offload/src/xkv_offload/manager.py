@@ -173,8 +173,10 @@ class XkvManager:
             namespace=self._namespace,
             key=key,
             objects=self._options.ranks,
-            fragments=self._card.fragments(chunk_tag(salt, key[:-4])),
+            fragments=lambda: self._card.fragments(chunk_tag(salt, key[:-4])),
         )
+        if timeouts := staging.take_timeouts():
+            self._counts.add("pending_timeouts", timeouts)
         for namespace, denied, generation in staging.take_denied():
             self._counts.add("verify_failures")
             if namespace == self._namespace:

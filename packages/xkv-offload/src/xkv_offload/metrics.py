@@ -30,6 +30,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "manager",
     ),
     "lookup_unverified": ("Lookups answered with a miss since the object was not verified in time", "manager"),
+    "pending_timeouts": ("Requests that waited longer than xkv.pending_timeout_ms", "manager"),
     "verify_failures": ("Objects that could not be verified", "manager"),
     "lookup_denied": ("Lookups of objects whose load had failed", "manager"),
     "lookup_no_gateway": ("Lookups while the gateway was not there", "manager"),

@@ -8,7 +8,7 @@ Must not know: vLLM, the lookup table, how a read is made.
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
@@ -132,12 +132,14 @@ class Staging:
         self._quarantine: deque[tuple[float, Chunk]] = deque()
         self._denied: list[tuple[bytes, bytes, int]] = []
         self._step = 0
-        self.timeouts = 0  # requests that waited too long
+        self._timeouts = 0
 
     # -- lookups ---------------------------------------------------------------------------------------------
 
-    def lookup(self, *, req_id: str, namespace: bytes, key: bytes, objects: int, fragments: int) -> Answer:
-        """What to answer for a chunk that the card holds, as `objects` objects of `fragments` slots each."""
+    def lookup(
+        self, *, req_id: str, namespace: bytes, key: bytes, objects: int, fragments: Callable[[], int]
+    ) -> Answer:
+        """What to answer for a chunk that the card holds, as `objects` objects of `fragments()` slots each."""
         self.poll()
         now = time.monotonic()
         request = self._request(req_id, now)
@@ -155,7 +157,7 @@ class Staging:
         if chunk is None or chunk.state is State.READING:
             if is_late and not request.is_late:
                 request.is_late, request.may_wait, request.wants_more = True, False, False
-                self.timeouts += 1
+                self._timeouts += 1
             waits = request.may_wait if chunk is None else not is_late
             return Answer.PENDING if waits else Answer.MISS
         self._drop(request, req_id, key)
@@ -175,7 +177,7 @@ class Staging:
         return request
 
     def _lease(
-        self, request: _Request, req_id: str, name: tuple[bytes, bytes], *, objects: int, fragments: int
+        self, request: _Request, req_id: str, name: tuple[bytes, bytes], *, objects: int, fragments: Callable[[], int]
     ) -> Chunk | None:
         """A chunk for the request: staged already, or taken now; None if it is not its turn or there is no room."""
         if request.wants_more:
@@ -183,11 +185,12 @@ class Staging:
         if request.may_wait and not self._is_first(req_id):
             request.wants_more = True
             return None
-        group, slots_wanted = name[1][-4:], objects * fragments
+        chunk = self._chunks.get(name)
+        slots_each = fragments() if chunk is None else len(chunk.slots[0])
+        group, slots_wanted = name[1][-4:], objects * slots_each
         if not slots_wanted or request.group_slots[group] + slots_wanted > self.group_slots_max:
             request.failed.add(name[1])
             return None
-        chunk = self._chunks.get(name)
         if chunk is None:
             taken = self._reads.take(slots_wanted)
             if taken is None and self._drop_unasked(request, req_id):
@@ -195,7 +198,7 @@ class Staging:
             if taken is None:
                 self._no_room(request, slots_wanted)
                 return None
-            slots = tuple(tuple(taken[at : at + fragments]) for at in range(0, len(taken), fragments))
+            slots = tuple(tuple(taken[at : at + slots_each]) for at in range(0, len(taken), slots_each))
             chunk = self._chunks[name] = Chunk(*name, slots, outstanding=objects)
             self._reads.start(chunk)
         chunk.holders.add(req_id)
@@ -309,6 +312,11 @@ class Staging:
     def take_denied(self) -> list[tuple[bytes, bytes, int]]:
         """(namespace, key, generation) of objects whose read failed, since the last call."""
         taken, self._denied = self._denied, []
+        return taken
+
+    def take_timeouts(self) -> int:
+        """How many requests have waited too long, since the last call."""
+        taken, self._timeouts = self._timeouts, 0
         return taken
 
     @property
