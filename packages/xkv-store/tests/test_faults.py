@@ -12,6 +12,8 @@ import pytest
 from xkv_store.card import Card, CardOptions
 from xkv_store.database import Database, aligned, new_superblock
 from xkv_store.errors import CorruptObject, MediumError, UserError
+from xkv_store.key import ObjectKey
+from xkv_store.testing.cards import CardDriver
 from xkv_store.testing.faults import POISON, Fault, FaultPlan, Injector, Kind, Operation, faulty_database, under
 
 if TYPE_CHECKING:
@@ -163,6 +165,7 @@ def test_the_same_seed_is_the_same_fate() -> None:
         return [injector.strike(Operation.READ) is not None for _ in range(100)]
 
     assert fate(plan) == fate(FaultPlan.from_json(plan.to_json()))
+    assert FaultPlan.from_json(FaultPlan(proves=False).to_json()) == FaultPlan(proves=False)
     assert fate(plan) != fate(FaultPlan(plan.faults, seed=6))
     assert 10 < sum(fate(plan)) < 50
 
@@ -192,3 +195,29 @@ def test_only_cards_opened_under_a_plan_have_its_medium(tmp_path: Path) -> None:
         Card.open(options)
     assert injector.effects == {(Operation.ALLOCATE, Kind.ERROR): 1}
     Card.open(options).close()
+
+
+def test_a_plan_that_proves_nothing_serves_what_is_damaged(tmp_path: Path) -> None:
+    """Without this a campaign's canary would show nothing."""
+    options = CardOptions(folder=tmp_path / "card", capacity_bytes=2 << 20, slot_bytes=SLOT)
+    key, data = ObjectKey(b"n" * 16, 0, b"h" * 32, 0), b"x" * 5_000
+    flip = Fault(operation=Operation.READ, kind=Kind.FLIP, nth=1, at=2_000)
+    with closing(CardDriver(options)) as driver:
+        driver.put(key, data)
+    with under(FaultPlan((flip,), proves=False)), closing(CardDriver(options)) as driver:
+        found = driver.get(key)
+        assert found is not None
+        assert found != data
+    with under(FaultPlan((flip,))), closing(CardDriver(options)) as driver, pytest.raises(CorruptObject):
+        driver.get(key)
+
+
+def test_direct_io_may_be_refused(path: Path) -> None:
+    injector = Injector(FaultPlan((Fault(operation=Operation.DIRECT, kind=Kind.ERROR, nth=1),)))
+    made = faulty_database(injector)
+    assert [_direct(made, path) for _ in range(2)] == [False, _direct(Database, path)]
+
+
+def _direct(made: type[Database], path: Path) -> bool:
+    with closing(made.open(path)) as database:
+        return database.direct

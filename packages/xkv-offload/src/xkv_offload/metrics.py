@@ -18,6 +18,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "load_objects": ("Objects restored into KV pages", "worker"),
     "load_bytes": ("Bytes restored into KV pages", "worker"),
     "load_failures": ("Objects whose load failed", "worker"),
+    "failed_load_jobs": ("Load jobs, each a request's, of which an object failed", "worker"),
     "load_timeouts": ("Load jobs that took longer than xkv.load_timeout_ms", "worker"),
     "shed_objects": ("Objects not stored for want of a ring slot", "worker"),
     "partial_chunks": ("Chunks not stored because they were not certainly whole", "worker"),

@@ -215,6 +215,7 @@ class XkvWorker:
             logger.exception("Giving up loads failed")
 
     def _report_failure(self, job: Job) -> None:
+        count("failed_load_jobs")
         plan = self._context.failure_plan
         if plan.channel == "verified":
             raise LoadFailedError(

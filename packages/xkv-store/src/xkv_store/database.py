@@ -104,7 +104,7 @@ class Database:
             os.close(fd)
             raise
         try:
-            direct_fd = _probe_direct(path, data)
+            direct_fd = cls._probe_direct(path, data)
         except BaseException:
             os.close(fd)
             raise
@@ -112,6 +112,31 @@ class Database:
             log.info("%s: no O_DIRECT on this file system, I/O goes through the page cache", path)
             return cls(path, fd, superblock, direct=False, claim_fd=fd)
         return cls(path, direct_fd, superblock, direct=True, claim_fd=fd)
+
+    @staticmethod
+    def _probe_direct(path: Path, superblock: bytes) -> int | None:
+        """A descriptor with O_DIRECT, proved by rewriting the second superblock; None where that is refused."""
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _DIRECT_REFUSED:
+                return None
+            raise UserError(f"cannot open the database {path}: {error.strerror}") from error
+        buffer = aligned(SUPERBLOCK_BYTES)
+        buffer[:] = superblock
+        try:
+            written = os.pwritev(fd, [buffer], SUPERBLOCK_COPY_OFFSET)
+            buffer[:] = bytes(SUPERBLOCK_BYTES)
+            read = os.preadv(fd, [buffer], SUPERBLOCK_COPY_OFFSET)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in _DIRECT_REFUSED:
+                return None
+            raise UserError(f"cannot use the database {path}: {error.strerror}") from error
+        if (written, read) == (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES) and buffer == superblock:
+            return fd
+        os.close(fd)
+        return None
 
     def write(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
         """Write neighbouring slots; only the last buffer may be shorter than a slot. MediumError."""
@@ -302,31 +327,6 @@ def _check_empty(path: Path, fd: int, card_uuid: bytes) -> bool:
                 return False
     remedy = f"wipe it (wipefs --all {path}; blkdiscard --zeroout {path})" if is_device else "remove it"
     raise UserError(f"{path} holds something already: give another path, or {remedy} if it is worthless")
-
-
-def _probe_direct(path: Path, superblock: bytes) -> int | None:
-    """A descriptor with O_DIRECT, proved by rewriting the second superblock; None where that is refused."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _DIRECT_REFUSED:
-            return None
-        raise UserError(f"cannot open the database {path}: {error.strerror}") from error
-    buffer = aligned(SUPERBLOCK_BYTES)
-    buffer[:] = superblock
-    try:
-        written = os.pwritev(fd, [buffer], SUPERBLOCK_COPY_OFFSET)
-        buffer[:] = bytes(SUPERBLOCK_BYTES)
-        read = os.preadv(fd, [buffer], SUPERBLOCK_COPY_OFFSET)
-    except OSError as error:
-        os.close(fd)
-        if error.errno in _DIRECT_REFUSED:
-            return None
-        raise UserError(f"cannot use the database {path}: {error.strerror}") from error
-    if (written, read) == (SUPERBLOCK_BYTES, SUPERBLOCK_BYTES) and buffer == superblock:
-        return fd
-    os.close(fd)
-    return None
 
 
 def _parts(buffers: Sequence[memoryview]) -> Iterator[Sequence[memoryview]]:

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from ..card_folder import MEDIA  # noqa: TID252  the package may have another name
+from .. import card  # noqa: TID252  the package may have another name
+from ..card_folder import MEDIA  # noqa: TID252
 from ..database import Database, Mover, aligned  # noqa: TID252
 from ..errors import MediumError  # noqa: TID252
 from ..geometry import DATA_OFFSET, IO_STEP_BYTES  # noqa: TID252
@@ -42,6 +43,7 @@ class Operation(enum.Enum):
     READ = "read"  # one preadv of slots
     WRITE = "write"  # one pwritev of slots
     SYNC = "sync"  # fdatasync of a database
+    DIRECT = "direct"  # the probe of O_DIRECT at a database's opening; its error is a refusal
     ALLOCATE = "allocate"  # the space of a new or cut database
     COMMIT = "commit"  # one transaction of the index
     LOOKUP = "lookup"  # one read of a record in the index
@@ -69,6 +71,7 @@ POSSIBLE: Final[dict[Operation, frozenset[Kind]]] = {
     Operation.READ: frozenset(_MOVES),
     Operation.WRITE: frozenset(_MOVES | {Kind.STALE}),
     Operation.SYNC: frozenset(_CALLS),
+    Operation.DIRECT: frozenset({Kind.ERROR}),
     Operation.ALLOCATE: frozenset(_CALLS),
     Operation.COMMIT: frozenset(_CALLS | {Kind.FULL, Kind.DEAD}),
     Operation.LOOKUP: frozenset(_CALLS - {Kind.LATE_ERROR}),
@@ -112,13 +115,14 @@ class FaultPlan:
 
     faults: tuple[Fault, ...] = ()
     seed: int = 0
+    proves: bool = True  # False: what is read is taken as it comes. Only to show what a check would find then
 
     def to_json(self) -> str:
         """The plan as text, for another process."""
         faults = [
             {**asdict(fault), "operation": fault.operation.value, "kind": fault.kind.value} for fault in self.faults
         ]
-        return json.dumps({"seed": self.seed, "faults": faults})
+        return json.dumps({"seed": self.seed, "faults": faults, "proves": self.proves})
 
     @classmethod
     def from_json(cls, text: str) -> FaultPlan:
@@ -128,7 +132,7 @@ class FaultPlan:
             Fault(**{**fault, "operation": Operation(fault["operation"]), "kind": Kind(fault["kind"])})
             for fault in value["faults"]
         ]
-        return cls(tuple(faults), value["seed"])
+        return cls(tuple(faults), value["seed"], value["proves"])
 
 
 class Injector:
@@ -195,6 +199,11 @@ class FaultyDatabase(Database):
             after()
         except OSError as error:
             raise MediumError.of(error, f"syncing {self.path}") from error
+
+    @classmethod
+    def _probe_direct(cls, path: Path, superblock: bytes) -> int | None:
+        fault = cls.injector.strike(Operation.DIRECT)
+        return super()._probe_direct(path, superblock) if fault is None else None
 
     @classmethod
     def _reserve(cls, fd: int, needed: int) -> None:
@@ -313,18 +322,24 @@ def faulty_index(injector: Injector) -> type[Index]:
 def put_under(injector: Injector) -> None:
     """Every card that this process makes or opens from now on has the injector's medium."""
     MEDIA.database, MEDIA.index = faulty_database(injector), faulty_index(injector)
+    if not injector.plan.proves:
+        vars(card)["prove"] = _take_as_it_comes
 
 
 @contextmanager
 def under(plan: FaultPlan | Injector) -> Iterator[Injector]:
     """Cards made or opened in this block have the plan's medium, also after it. A plan in action goes on."""
-    former = MEDIA.database, MEDIA.index
+    former = MEDIA.database, MEDIA.index, vars(card)["prove"]
     injector = plan if isinstance(plan, Injector) else Injector(plan)
     put_under(injector)
     try:
         yield injector
     finally:
-        MEDIA.database, MEDIA.index = former
+        MEDIA.database, MEDIA.index, vars(card)["prove"] = former
+
+
+def _take_as_it_comes(*_: object) -> None:
+    """In the place of `fragment.prove`."""
 
 
 def _os_error(fault: Fault) -> OSError:
