@@ -102,6 +102,16 @@ def test_groups_at_one_place_do_not_undo_each_others_sparing() -> None:
     assert card.evict(sieve) == [key_of(9)]
 
 
+def test_what_was_spared_leaves_in_the_next_pass_also_where_all_stand_at_one_place() -> None:
+    """Objects without a family of their own filled a card for ever once each had been read."""
+    card, sieve = FakeCard(), Sieve(100)
+    for number in range(3):
+        card.add(key_of(number), 0)
+        sieve.marks.set(key_of(number).tag)
+    assert card.evict(sieve) == [key_of(0)]
+    assert card.evict(sieve) == [key_of(1)]
+
+
 def test_the_held_stays() -> None:
     card, sieve = FakeCard(), Sieve(100)
     for number in range(3):

@@ -93,6 +93,7 @@ class Sieve:
                 if turns > 2:  # once to finish this pass, once through all: the order is empty
                     return None
                 self._hand = b""
+                self._spared.clear()  # a card may have a single place: what was spared there leaves in the next pass
                 continue
             budget.left -= 1
             order_key, key = self._ahead.popleft()
