@@ -20,7 +20,14 @@ from pathlib import Path
 from .card_lock import CardInUseError, lock_folder
 from .database import BusyDatabaseError, Database, device_bytes, new_superblock, read_superblock
 from .errors import MediumError, UserError
-from .geometry import DATA_OFFSET, DATABASES_MAX, SLOT_BYTES, SLOTS_PER_DATABASE_MAX, Geometry
+from .geometry import (
+    DATA_OFFSET,
+    DATABASES_MAX,
+    GENERATION_BELIEVED_MAX,
+    SLOT_BYTES,
+    SLOTS_PER_DATABASE_MAX,
+    Geometry,
+)
 from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
 from .layout import Superblock
 from .recovery import Loaded, fill, load, rebuild
@@ -325,13 +332,10 @@ def _free_bytes(folder: Path) -> int:
 
 def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
     folder = options.folder
-    superblocks = _superblocks(options)
-    one = superblocks[0]
+    databases = open_databases(options)
+    one = databases[0].superblock
     geometry = Geometry(one.slot_bytes)
-    databases: list[Database] = []
     try:
-        for number in range(one.databases):
-            databases.append(MEDIA.database.open(_database_path(folder, number)))  # noqa: PERF401 -- closed on an error
         index, loaded, meta, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
     except BaseException:
         for database in databases:
@@ -351,6 +355,19 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
         meta.boots,
         rebuilt,
     )
+
+
+def open_databases(options: CardOptions) -> list[Database]:
+    """All databases of the card in their order, after their superblocks were found to agree. UserError."""
+    databases: list[Database] = []
+    try:
+        for number in range(_superblocks(options)[0].databases):
+            databases.append(MEDIA.database.open(_database_path(options.folder, number)))  # noqa: PERF401 -- see below
+    except BaseException:
+        for database in databases:
+            database.close()
+        raise
+    return databases
 
 
 def _superblocks(options: CardOptions) -> list[Superblock]:
@@ -462,10 +479,12 @@ def _check_meta(meta: Meta, folder: Path, databases: Sequence[Database], geometr
     if meta.card_uuid != databases[0].superblock.card_uuid:
         raise UserError(
             f"the index in {folder} belongs to another card than its databases: put the right ones "
-            "together, or remove the folder index to have it made anew"
+            f"together, or have it made anew from the slots with `xkv verify {folder} --rebuild`"
         )
     if (meta.slot_bytes, meta.databases) != (geometry.slot_bytes, len(databases)):
         raise DamagedIndexError("it tells of another geometry")
+    if meta.generation_ceiling > GENERATION_BELIEVED_MAX:
+        raise DamagedIndexError("it tells of more generations than can have been given")
     if meta.open_in not in (CLOSED, kernel_boot_id()):
         raise DamagedIndexError("the machine ended while it was open")
 

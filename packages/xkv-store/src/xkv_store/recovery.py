@@ -15,7 +15,14 @@ import numpy.typing as npt
 from .database import Database, aligned
 from .errors import MediumError, PeerError
 from .extents import SlotAllocator
-from .geometry import EXTENTS_MAX, IO_STEP_BYTES, NAMESPACE_BYTES, RANKS_PER_ENTRY, Geometry
+from .geometry import (
+    EXTENTS_MAX,
+    GENERATION_BELIEVED_MAX,
+    IO_STEP_BYTES,
+    NAMESPACE_BYTES,
+    RANKS_PER_ENTRY,
+    Geometry,
+)
 from .index import SCAN_BATCH, Index, RemoveObject, SetObject
 from .key import ObjectKey, tag_salt
 from .layout import EXTENT, RECORD, BadBytesError, Extent, Record, SlotHeader, pack_record, parse_slot_header
@@ -60,6 +67,7 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
     columns = _Columns(objects)
     for keys, records in index.scan(SCAN_BATCH):
         columns.add(keys, records)
+    columns.check_generations()
     used = columns.check_extents(slots, geometry)
     if not columns.good.all():
         _remove(index, np.flatnonzero(~columns.good))
@@ -134,6 +142,15 @@ class _Columns:
             self.lengths[rows] = _column(data, 8, "<u8")
             self._owner.append(np.repeat(rows, extents))
             self._extents.append(data[:, RECORD.size :].reshape(-1, EXTENT.size))
+
+    def check_generations(self) -> None:
+        """Entries of a generation that cannot have been, or that another one has, too, are not good."""
+        self.good &= self.generations <= np.uint64(GENERATION_BELIEVED_MAX)
+        rows = np.flatnonzero(self.good)
+        order = rows[np.argsort(self.generations[rows], kind="stable")]
+        twins = np.flatnonzero(self.generations[order][1:] == self.generations[order][:-1])
+        self.good[order[twins]] = False
+        self.good[order[twins + 1]] = False
 
     def check_extents(self, slots: Sequence[int], geometry: Geometry) -> list[npt.NDArray[np.bool_]]:
         """Used slots of each database. Entries out of range, of the wrong size or overlapping are not good."""
@@ -232,7 +249,7 @@ def rebuild(databases: Sequence[Database], card_uuid: bytes, geometry: Geometry)
     for number, database in enumerate(databases):
         scanned += database.superblock.slots
         for slot, header in _scan(database):
-            if header.card_uuid == card_uuid:
+            if header.card_uuid == card_uuid and header.generation <= GENERATION_BELIEVED_MAX:
                 parts.setdefault(header.generation, []).append((header, number, slot))
     objects: dict[bytes, Record] = {}
     for generation in sorted(parts):
