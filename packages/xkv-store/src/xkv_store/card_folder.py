@@ -332,10 +332,13 @@ def _free_bytes(folder: Path) -> int:
 
 def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
     folder = options.folder
-    databases = open_databases(options)
-    one = databases[0].superblock
+    superblocks = _superblocks(options)
+    one = superblocks[0]
     geometry = Geometry(one.slot_bytes)
+    databases: list[Database] = []
     try:
+        for number in range(one.databases):
+            databases.append(MEDIA.database.open(_database_path(folder, number)))  # noqa: PERF401 -- closed on an error
         index, loaded, meta, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
     except BaseException:
         for database in databases:
@@ -355,19 +358,6 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
         meta.boots,
         rebuilt,
     )
-
-
-def open_databases(options: CardOptions) -> list[Database]:
-    """All databases of the card in their order, after their superblocks were found to agree. UserError."""
-    databases: list[Database] = []
-    try:
-        for number in range(_superblocks(options)[0].databases):
-            databases.append(MEDIA.database.open(_database_path(options.folder, number)))  # noqa: PERF401 -- see below
-    except BaseException:
-        for database in databases:
-            database.close()
-        raise
-    return databases
 
 
 def _superblocks(options: CardOptions) -> list[Superblock]:
@@ -479,7 +469,7 @@ def _check_meta(meta: Meta, folder: Path, databases: Sequence[Database], geometr
     if meta.card_uuid != databases[0].superblock.card_uuid:
         raise UserError(
             f"the index in {folder} belongs to another card than its databases: put the right ones "
-            f"together, or have it made anew from the slots with `xkv verify {folder} --rebuild`"
+            "together, or remove the folder index to have it made anew"
         )
     if (meta.slot_bytes, meta.databases) != (geometry.slot_bytes, len(databases)):
         raise DamagedIndexError("it tells of another geometry")
