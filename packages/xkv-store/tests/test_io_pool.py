@@ -91,6 +91,35 @@ def test_stores_never_fill_every_thread(drill: Callable[[int], Drill]) -> None:
     assert d.ran == ["load"]
 
 
+def test_a_proof_waits_for_all_others_but_not_for_ever(drill: Callable[[int], Drill]) -> None:
+    """Proofs must not slow loads down, and a card that is never at rest must be proved all the same."""
+    d = drill(1)
+    gate = d.hold(Lane.LOAD)
+    d.add(Lane.PROOF, "first proof")
+    d.add(Lane.PROOF, "second proof")
+    others = io_pool.OTHERS_IN_A_ROW_MAX + 10
+    for number in range(others):
+        d.add(Lane.LOAD if number % 2 else Lane.STORE, f"other {number}")
+    gate.set()
+    d.settle(others + 3)
+    assert d.ran.index("first proof") == io_pool.OTHERS_IN_A_ROW_MAX - 1, "the load that was held is one of them"
+    assert d.ran[-1] == "second proof"
+    assert d.pool.others == others + 1
+
+
+def test_one_thread_at_a_time_proves(drill: Callable[[int], Drill]) -> None:
+    d = drill(3)
+    gate = d.hold(Lane.PROOF)
+    d.add(Lane.PROOF, "proof")
+    for number in range(5):
+        d.add(Lane.LOAD, f"load {number}")
+    d.settle(5)
+    assert sorted(d.ran) == [f"load {number}" for number in range(5)]
+    gate.set()
+    d.settle(2)
+    assert d.ran[-1] == "proof"
+
+
 def test_a_full_lane_refuses(drill: Callable[[int], Drill], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_pool, "JOBS_PER_LANE_MAX", 2)
     d = drill(1)

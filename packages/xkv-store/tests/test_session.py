@@ -151,6 +151,7 @@ MESSAGES: dict[type, wire.FromClient] = {
     wire.Cancel: wire.Cancel(1),
     wire.AskStatus: wire.AskStatus(1),
     wire.Stop: wire.Stop(1),
+    wire.Verify: wire.Verify(1, False),
 }
 
 
@@ -181,6 +182,7 @@ def test_plain_messages_become_actions() -> None:
     assert rank.published == published
     assert tool.receive(wire.encode(wire.AskStatus(6))) == [actions.ReportStatus(6)]
     assert tool.receive(wire.encode(wire.Stop(7))) == [actions.StopGateway(7)]
+    assert tool.receive(wire.encode(wire.Verify(8, True))) == [actions.VerifyCard(8, drop=True)]
     assert refusal(tool.receive(hello(Role.TOOL))) is RefusedCode.PROTOCOL
 
 

@@ -9,7 +9,7 @@ from xkv_store.errors import UserError
 from xkv_store.geometry import DATA_OFFSET
 from xkv_store.key import ObjectKey
 from xkv_store.testing.cards import CardDriver
-from xkv_store.verify import rebuild, verify
+from xkv_store.verify import Verified, rebuild, verify
 
 SLOT = 4_096
 
@@ -34,7 +34,8 @@ def options(tmp_path: Path) -> CardOptions:
 
 
 def problems(options: CardOptions, *, drop: bool) -> dict[ObjectKey, str]:
-    return {found.key: found.problem for found in verify(options, drop=drop)}
+    found = [one for one in verify(options, drop=drop) if isinstance(one, Verified)]
+    return {ObjectKey.decode(one.key): one.problem for one in found}
 
 
 def test_damage_is_named_and_leaves_when_asked(options: CardOptions) -> None:

@@ -37,6 +37,7 @@ FROM_CLIENT = st.one_of(
     st.builds(wire.Cancel, U64),
     st.builds(wire.AskStatus, U64),
     st.builds(wire.Stop, U64),
+    st.builds(wire.Verify, U64, st.booleans()),
 )
 FROM_GATEWAY = st.one_of(
     st.builds(wire.Welcome, U32, U64, ID, ID, U64, U32, U32, REGIONS, REGIONS, U32),
@@ -46,6 +47,17 @@ FROM_GATEWAY = st.one_of(
     st.builds(wire.Loaded, U64, st.lists(LOADED, max_size=9).map(tuple)),
     st.builds(wire.Status, U64, TEXT),
     st.builds(wire.Done, U64, TEXT),
+    st.builds(
+        wire.Verifying,
+        U64,
+        st.sampled_from(wire.VerifyState),
+        U64,
+        U64,
+        U64,
+        U64,
+        st.lists(st.builds(wire.DamagedObject, KEYS, U64, U64, TEXT, st.booleans()), max_size=9).map(tuple),
+        TEXT,
+    ),
 )
 
 

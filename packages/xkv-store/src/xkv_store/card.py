@@ -15,18 +15,19 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .card_folder import GENERATIONS_PER_CEILING, CardOptions, Opened, open_folder
+from .card_folder import GENERATIONS_PER_CEILING, Opened, open_folder
+from .card_options import CardOptions
 from .errors import MediumError, PeerError
 from .eviction import Budget, Sieve
 from .extents import Run, SlotAllocator, place
-from .fragment import Identity, filled, pieces, prove, seal
 from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, Geometry
-from .index import SCAN_BATCH, RemoveObject, SetObject
+from .index import RemoveObject, SetObject
 from .key import RANK_BYTES, ObjectKey
 from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
 from .limbo import Ghost, Limbo
+from .medium import Medium
 from .overlay import CommitBatch, Overlay, Present
-from .plans import GetPlan, ObjectPlan, PutPlan, PutRefusal
+from .plans import GetPlan, PutPlan, PutRefusal
 from .pressure import Pressure
 from .table import CAPACITY_MIN, TableWriter
 from .testing.points import reached
@@ -40,7 +41,6 @@ EVICTION_STEPS_MAX = 1_024  # entries of the order looked at in one call: about 
 COMMIT_RETRY_NS = 1_000_000_000  # after a failed commit: a full or failing device is not mended sooner
 TICK_SOON_NS = 1_000_000  # more to evict than one call may: come back soon, but let others go first
 PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or more, which keep a device busy
-BYTES_AT_ONCE = 8 << 20  # sealed, then written (read, then proved): the medium waits for a part, not a whole object
 TABLE_ENTRIES_PER_SLOT = 2  # half empty at most full: a probe or two for each lookup
 LOG_INTERVAL_NS = 10_000_000_000
 DESCRIPTOR_BYTES_MAX = 65_536  # a message of the protocol
@@ -57,6 +57,7 @@ class Card:
         self.folder = options.folder
         self._lock_fd = opened.lock_fd
         self._databases = opened.databases
+        self._medium = Medium(opened.databases, opened.geometry, opened.card_uuid)
         self._index = opened.index
         self._boots, self._rebuilt = opened.boots, opened.rebuilt
         self._grace_ns = options.grace_ms * _MS_NS
@@ -177,9 +178,18 @@ class Card:
                 return None
             self._counters["gets_from_limbo"] += 1
         self._counters["gets"] += 1
-        self._pins[record.generation] += 1
-        fragments = self.geometry.fragments(record.length)
-        return GetPlan(key, encoded, *record[:4], fragments, record.extents)
+        return self._pinned(key, encoded, record)
+
+    def begin_proof(self, key: ObjectKey) -> GetPlan | None:
+        """Pin the object of this key to be proved, which counts as no use of it; None if the card does not hold it."""
+        encoded = key.encode()
+        record = self._record(encoded)
+        return self._pinned(key, encoded, record) if record is not None else None
+
+    def holds(self, plan: GetPlan) -> bool:
+        """Whether the object of this plan is still the key's present one."""
+        record = self._record(plan.encoded_key)
+        return record is not None and record.generation == plan.generation
 
     def end_get(self, plan: GetPlan) -> None:
         """Unpin; the plan is of no use any more."""
@@ -277,10 +287,14 @@ class Card:
 
     # --- what there is: main thread -----------------------------------------------------------------------
 
-    def object_keys(self) -> list[ObjectKey]:
-        """Every committed object's key, in the order of keys. For tools: on a large card this takes a second."""
-        found = [encoded for keys, _ in self._index.scan(SCAN_BATCH) for encoded in keys]
-        return [ObjectKey.decode(encoded) for encoded in found]
+    @property
+    def objects(self) -> int:
+        """How many objects the card holds."""
+        return self._objects
+
+    def keys_after(self, encoded: bytes, limit: int) -> list[bytes]:
+        """The next `limit` committed objects' keys behind `encoded`, in the order of keys. MediumError."""
+        return self._index.keys_after(encoded, limit)
 
     def counters(self) -> dict[str, int]:
         """What has happened in this life of the card."""
@@ -327,32 +341,14 @@ class Card:
 
         `slots` are whole, page-aligned ring slots, one per fragment, which nobody else touches meanwhile.
         """
-        assert len(slots) == plan.fragments
-        slots_max = self._slots_at_once()
-        identity = self._identity(plan)
-        for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments, slots_max)):
-            if count == 1:
-                reached("put.mid_write")
-            sealed = [
-                seal(slots[fragment], identity, self.geometry, fragment)
-                for fragment in range(piece.fragment, piece.fragment + piece.slots)
-            ]
-            self._databases[piece.database].write(piece.slot, sealed)
+        self._medium.write(plan, slots)
 
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
         """Read fragments from `first_fragment` on into `slots`, and prove each. MediumError, CorruptObject.
 
         Fewer slots than the object has fragments: only these are read. The caller checks that they are not more.
         """
-        if not (slots and 0 <= first_fragment <= plan.fragments - len(slots)):
-            raise PeerError(f"{len(slots)} fragments from {first_fragment} on, of an object that has {plan.fragments}")
-        identity = self._identity(plan)
-        views = filled(slots, plan.length, self.geometry, first_fragment)
-        for piece in pieces(plan.extents, first_fragment, len(slots), self._slots_at_once()):
-            begin = piece.fragment - first_fragment
-            self._databases[piece.database].read(piece.slot, views[begin : begin + piece.slots])
-            for fragment in range(piece.fragment, piece.fragment + piece.slots):
-                prove(views[fragment - first_fragment], identity, self.geometry, fragment)
+        self._medium.read(plan, slots, first_fragment)
 
     @property
     def deleted(self) -> bool:
@@ -400,11 +396,10 @@ class Card:
 
     # --- inside -------------------------------------------------------------------------------------------
 
-    def _identity(self, plan: ObjectPlan) -> Identity:
-        return Identity(self.uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)
-
-    def _slots_at_once(self) -> int:
-        return max(1, BYTES_AT_ONCE // self.geometry.slot_bytes)
+    def _pinned(self, key: ObjectKey, encoded: bytes, record: Record) -> GetPlan:
+        self._pins[record.generation] += 1
+        fragments = self.geometry.fragments(record.length)
+        return GetPlan(key, encoded, *record[:4], fragments, record.extents)
 
     def _record(self, encoded: bytes) -> Record | None:
         """The present record of a key; an index that cannot be read makes a miss, counted."""

@@ -1,6 +1,6 @@
 """A card's folder: its lock, making a card in it, and opening the card that is there.
 
-Owns the options, the folder's layout (`lock`, `making`, `index/`, `db-N.xkv`), and the decision between making,
+Owns the folder's layout (`lock`, `making`, `index/`, `db-N.xkv`), and the decision between making,
 opening and mending. Must not know puts, gets or sessions.
 
 A folder with the file `making` holds a card that was never finished, so that nothing in it can be lost.
@@ -12,17 +12,17 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .card_lock import CardInUseError, lock_folder
+from .card_options import MEDIA, CardOptions
 from .database import BusyDatabaseError, Database, device_bytes, new_superblock, read_superblock
 from .errors import MediumError, UserError
 from .geometry import (
     DATA_OFFSET,
-    DATABASES_MAX,
     GENERATION_BELIEVED_MAX,
     SLOT_BYTES,
     SLOTS_PER_DATABASE_MAX,
@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 CAPACITY_BYTES_DEFAULT_MAX = 64 << 30  # what a card takes unasked
 FREE_SPACE_SHARE = 0.8  # of what is free; the rest is the index's and other people's
 GENERATIONS_PER_CEILING = 1 << 20  # puts between two durable ceilings; numbers are not scarce, syncs are
-GRACE_MS_DEFAULT = 5_000
-GRACE_MS_MAX = 600_000
 
 _MAKING, _INDEX = "making", "index"
 _ADVICE = (
@@ -47,56 +45,6 @@ _ADVICE = (
     "or give another folder"
 )
 _NO_DAMAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # an index anew would meet the same
-
-
-@dataclass(slots=True)
-class Media:
-    """What a card's databases and index are; a test puts some that fail in their place."""
-
-    database: type[Database] = Database
-    index: type[Index] = Index
-
-
-MEDIA = Media()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CardOptions:
-    """Which card, and what it is made with where it is not there yet.
-
-    `capacity_bytes`, `databases` (a number of files in the folder, or paths of files and block devices) and
-    `slot_bytes` are the card's own once it is made; None takes what the card has, or the default.
-    """
-
-    folder: Path
-    capacity_bytes: int | None = None
-    databases: int | tuple[Path, ...] | None = None
-    slot_bytes: int | None = None
-    grace_ms: int = GRACE_MS_DEFAULT
-    create: bool = True
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.grace_ms <= GRACE_MS_MAX:
-            raise UserError(f"the grace must be 0 to {GRACE_MS_MAX} ms, not {self.grace_ms}")
-        _check_names([self.folder, *(self.databases if isinstance(self.databases, tuple) else ())])
-        count = self.databases if isinstance(self.databases, int) else len(self.databases or (0,))
-        if not 1 <= count <= DATABASES_MAX:
-            raise UserError(f"a card has 1 to {DATABASES_MAX} databases, not {count}")
-        if self.capacity_bytes is not None and self.capacity_bytes <= 0:
-            raise UserError(f"the capacity must be a number of bytes, not {self.capacity_bytes}")
-        if self.slot_bytes is not None:
-            Geometry(self.slot_bytes)
-
-
-def _check_names(paths: Sequence[Path]) -> None:
-    """UserError for a path that could not be logged or told to anybody."""
-    for path in paths:
-        try:
-            str(path).encode()
-        except UnicodeEncodeError as error:
-            raise UserError(f"{os.fsencode(path)!r} is no path in UTF-8: give another one") from error
-        if "\0" in str(path):
-            raise UserError(f"{str(path)!r} is no path: give another one")
 
 
 @dataclass(slots=True)
@@ -121,10 +69,29 @@ def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     reached("open.before_lock")
     lock_fd = lock_folder(folder, create=options.create)
     reached("open.locked")
-    try:
+    with _letting_go(lock_fd, folder):
         if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
             _make(options)
         return _open(options, lock_fd, rebuild_index=rebuild_index)
+
+
+@contextmanager
+def lock_card(options: CardOptions) -> Iterator[None]:
+    """Hold the folder's lock for the block; UserError where there is no whole card in it."""
+    folder = options.folder
+    lock_fd = lock_folder(folder, create=False)
+    with _letting_go(lock_fd, folder):
+        if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
+            raise UserError(f"there is no card in {folder}: give another folder")
+        yield
+    os.close(lock_fd)
+
+
+@contextmanager
+def _letting_go(lock_fd: int, folder: Path) -> Iterator[None]:
+    """Where the block fails, the lock is given up, and the user hears why in one line."""
+    try:
+        yield
     except MediumError as error:
         os.close(lock_fd)
         raise UserError(f"cannot open the card in {folder}: {error}") from error
@@ -332,13 +299,10 @@ def _free_bytes(folder: Path) -> int:
 
 def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
     folder = options.folder
-    superblocks = _superblocks(options)
-    one = superblocks[0]
+    databases = open_databases(options)
+    one = databases[0].superblock
     geometry = Geometry(one.slot_bytes)
-    databases: list[Database] = []
     try:
-        for number in range(one.databases):
-            databases.append(MEDIA.database.open(_database_path(folder, number)))  # noqa: PERF401 -- closed on an error
         index, loaded, meta, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
     except BaseException:
         for database in databases:
@@ -358,6 +322,19 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
         meta.boots,
         rebuilt,
     )
+
+
+def open_databases(options: CardOptions) -> list[Database]:
+    """All databases of the card in their order, after their superblocks were found to agree. UserError."""
+    databases: list[Database] = []
+    try:
+        for number in range(_superblocks(options)[0].databases):
+            databases.append(MEDIA.database.open(_database_path(options.folder, number)))  # noqa: PERF401 -- see below
+    except BaseException:
+        for database in databases:
+            database.close()
+        raise
+    return databases
 
 
 def _superblocks(options: CardOptions) -> list[Superblock]:
@@ -448,7 +425,7 @@ def _take_index(folder: Path, databases: Sequence[Database], geometry: Geometry)
     index = MEDIA.index.open(folder / _INDEX, slots=sum(slots))
     try:
         meta = index.meta()
-        _check_meta(meta, folder, databases, geometry)
+        check_meta(meta, folder, databases, geometry)
         loaded = load(index, slots, geometry)
         generation = max(meta.generation_ceiling, int(loaded.generations.max(initial=0)))
         meta = replace(
@@ -465,11 +442,12 @@ def _take_index(folder: Path, databases: Sequence[Database], geometry: Geometry)
     return index, loaded, meta
 
 
-def _check_meta(meta: Meta, folder: Path, databases: Sequence[Database], geometry: Geometry) -> None:
+def check_meta(meta: Meta, folder: Path, databases: Sequence[Database], geometry: Geometry) -> None:
+    """DamagedIndexError for an index of another geometry or of before a power loss; UserError for another card's."""
     if meta.card_uuid != databases[0].superblock.card_uuid:
         raise UserError(
             f"the index in {folder} belongs to another card than its databases: put the right ones "
-            "together, or remove the folder index to have it made anew"
+            f"together, or have it made anew from the slots with `xkv verify {folder} --rebuild`"
         )
     if (meta.slot_bytes, meta.databases) != (geometry.slot_bytes, len(databases)):
         raise DamagedIndexError("it tells of another geometry")

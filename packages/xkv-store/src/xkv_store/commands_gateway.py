@@ -17,7 +17,7 @@ import typer
 
 from . import sockets
 from .card import CardOptions
-from .card_folder import GRACE_MS_DEFAULT, GRACE_MS_MAX
+from .card_options import GRACE_MS_DEFAULT, GRACE_MS_MAX
 from .console import Output
 from .errors import UserError
 from .gateway import Gateway, GatewayOptions

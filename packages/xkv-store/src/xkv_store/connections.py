@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from . import sockets, wire
 from .errors import PeerError
-from .session import GatewaySession, State
+from .session import GatewaySession, Send, State
 
 if TYPE_CHECKING:
     import socket
@@ -95,6 +95,18 @@ class Connection:
     def overflowing(self) -> bool:
         """The peer does not read what it asked for."""
         return len(self._outbox) > wire.OUTBOX_MESSAGES_MAX or self._outbox_bytes > wire.OUTBOX_BYTES_MAX
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether the peer has taken all that it was told."""
+        return not self._outbox
+
+    def tell(self, message: wire.Verifying) -> None:
+        """Send what it listens for; a tool that listens is not silent."""
+        self.heard_s = time.monotonic()
+        for action in self.session.reply(message):
+            assert isinstance(action, Send)
+            self.queue(action.message)
 
     def flush(self) -> bool:
         """Send what the peer takes now; True when nothing is left."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from .card import CardOptions
-from .card_folder import GRACE_MS_DEFAULT
 from .card_lock import CardInUseError
+from .card_options import GRACE_MS_DEFAULT
 from .embedded import LOG_BYTES_MAX, LOG_NAME
 from .errors import MediumError, UserError
 from .gateway import LINGER_S_DEFAULT, Gateway, GatewayOptions

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from .card import Card
+    from .prover import Prover
     from .session import Actions
     from .transfers import Transfers
 
@@ -55,10 +56,18 @@ class Desk:
     """All connections of one gateway. Everything here runs on the event loop's thread."""
 
     def __init__(
-        self, *, card: Card, transfers: Transfers, allow_uids: Collection[int], boot_id: bytes, house: House
+        self,
+        *,
+        card: Card,
+        transfers: Transfers,
+        prover: Prover,
+        allow_uids: Collection[int],
+        boot_id: bytes,
+        house: House,
     ) -> None:
         self._card = card
         self._transfers = transfers
+        self._prover = prover
         self._allow_uids = allow_uids
         self._boot_id = boot_id
         self._house = house
@@ -186,6 +195,11 @@ class Desk:
                     self._house.stop()
                 else:
                     self.perform(connection, session.violate("only the gateway's own user may stop it"))
+            case actions_of.VerifyCard(ask, drop):
+                if drop and not sockets.is_trusted(connection.peer):
+                    self.perform(connection, session.violate("only the gateway's own user may drop what is damaged"))
+                else:
+                    self._prover.begin(connection, ask, drop=drop)
             case _:
                 raise AssertionError(f"nobody carries out {action}")
 
@@ -289,6 +303,7 @@ class Desk:
         """Nothing touches the session's slots any more: its place is free, its last answers may go out."""
         connection.closing_since_s = time.monotonic()
         self.touched.add(connection)
+        self._prover.leave(connection)
         connection.party = None  # a cycle would keep a dead engine's ring until some garbage collection
         engine, hello = connection.engine, connection.session.hello
         if engine is not None and hello is not None:
@@ -298,6 +313,7 @@ class Desk:
     def drain(self) -> None:
         """No new sessions, no new work."""
         self.draining = True
+        self._prover.stop()
         self.engines.set_draining()
         for connection in list(self.connections.values()):
             self.perform(connection, connection.session.drain())
@@ -354,7 +370,7 @@ class Desk:
             "sessions_total": len(attached),
             "sessions_left_out": max(0, len(attached) - STATUS_SESSIONS_MAX),
             "sessions": [_session_status(connection) for connection in attached[:STATUS_SESSIONS_MAX]],
-            "counters": {**self.counters, **self._transfers.counters},
+            "counters": {**self.counters, **self._transfers.counters, **self._prover.counters},
         }
 
 

@@ -60,6 +60,10 @@ class CorruptObject(MediumError):  # noqa: N818 -- the object is the news; the b
         return self.what
 
 
+class OtherObject(CorruptObject):
+    """The bytes are sound, and another object's: what led to them (an index entry, a write that was lost) is wrong."""
+
+
 _REMEDIES = {
     errno_names.ENOSPC: "free some space on that file system",
     errno_names.EDQUOT: "raise the quota, or free some space",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .errors import CorruptObject
+from .errors import CorruptObject, OtherObject
 from .geometry import FRAGMENTS_MAX, HEADER_BYTES, Geometry
 from .layout import (
     SLOT_MAGIC,
@@ -112,7 +112,7 @@ def prove(slot: memoryview, identity: Identity, geometry: Geometry, fragment: in
     )
     if found != wanted:
         differing = [name for name, one, two in zip(_PROVED, found, wanted, strict=True) if one != two]
-        raise CorruptObject(f"fragment {fragment}: the slot holds another {', '.join(differing)}")
+        raise OtherObject(f"fragment {fragment}: the slot holds another {', '.join(differing)}")
     if checksum(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes]) != header.payload_checksum:
         raise CorruptObject(f"fragment {fragment}: the payload's checksum is wrong")
 

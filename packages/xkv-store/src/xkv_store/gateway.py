@@ -24,7 +24,8 @@ from .card import Card, CardOptions, CommitBatch
 from .committer import Committer
 from .connections import RECEIVES_PER_ROUND_MAX, Connection
 from .desk import Desk
-from .io_pool import IO_THREADS_DEFAULT, IoPool
+from .io_pool import IO_THREADS_DEFAULT, IoPool, Lane
+from .prover import Prover
 from .sockets import Listener
 from .testing.points import reached
 from .transfers import Transfers
@@ -42,6 +43,7 @@ DRAIN_S_MAX: Final = 10.0  # what is in flight ends within this, or is withdrawn
 DRAIN_WITHDRAWN_S_MAX: Final = 5.0  # what has begun gets so much more; then the process ends without it
 COMMIT_RETRY_NS: Final = 1_000_000_000  # after a failed commit (a full file system): no endless attempts
 TICK_NS_MIN: Final = 1_000_000  # a card that always wants its tick does not make the loop spin
+PROOF_NS_MIN: Final = 100_000  # nor does a proof that passes over what is gone
 ACCEPTS_PER_ROUND_MAX: Final = 16  # then those who are attached have their turn
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 HEARTBEAT_NS: Final = HEARTBEAT_MS * 1_000_000
@@ -166,10 +168,12 @@ class _Loop:
         self._card = card
         self._pool = IoPool(options.io_threads)
         self._committer: Committer[CommitBatch] = Committer(self._commit)
-        self._transfers = Transfers(card, self._pool)
+        self._prover = Prover(card, self._pool)
+        self._transfers = Transfers(card, self._pool, self._prover.noticed)
         self._desk = Desk(
             card=card,
             transfers=self._transfers,
+            prover=self._prover,
             allow_uids=options.allow_uids,
             boot_id=card.boot_id,
             house=gateway,
@@ -182,6 +186,7 @@ class _Loop:
         self._next_beat_ns = 0
         self._commit_after_ns = 0
         self._next_tick_ns = 0
+        self._next_proof_ns = 0
         self._drain_since_s: float | None = None
         self._withdrawn = False
         self._empty_since_s = time.monotonic()
@@ -223,7 +228,8 @@ class _Loop:
                 self._accept()
             elif key.data is None:
                 os.eventfd_read(key.fd)  # somebody wants the end; looked at below
-        self._transfers.take_finished()
+        for job in self._pool.finished_jobs():
+            (self._prover if job.lane is Lane.PROOF else self._transfers).ended(job)
         self._commits()
         now_ns = time.monotonic_ns()
         beating = now_ns >= self._next_beat_ns
@@ -233,14 +239,20 @@ class _Loop:
             self._end_if_deleted()
             wish_ns = self._card.tick(now_ns)
             self._next_tick_ns = now_ns + min(max(wish_ns or HEARTBEAT_NS, TICK_NS_MIN), HEARTBEAT_NS)
+        self._prove(now_ns)
         self._begin_commit(now_ns)
         for connection in self._desk.end_round(everybody=beating):
             self._watch(connection)
         self._end_when_wanted()
 
+    def _prove(self, now_ns: int) -> None:
+        wish_ns = self._prover.step(now_ns)
+        self._next_proof_ns = now_ns + (HEARTBEAT_NS if wish_ns is None else max(wish_ns, PROOF_NS_MIN))
+
     def _timeout_s(self) -> float:
-        """Until the next beat, or until the card wants its tick."""
-        return max(0.0, (min(self._next_beat_ns, self._next_tick_ns) - time.monotonic_ns()) / 1e9)
+        """Until the next beat, or until the card wants its tick, or a proof its next piece."""
+        next_ns = min(self._next_beat_ns, self._next_tick_ns, self._next_proof_ns)
+        return max(0.0, (next_ns - time.monotonic_ns()) / 1e9)
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_ROUND_MAX):

@@ -198,6 +198,13 @@ class Index:
                         found.append((key, record))
         return found
 
+    def keys_after(self, key: bytes, limit: int) -> list[bytes]:
+        """The next `limit` objects' keys behind `key`, in their order."""
+        with self._lock, _Reading(self._folder), self._read().cursor(self._objects) as cursor:
+            if not cursor.set_range(key + b"\0"):
+                return []
+            return list(islice(cursor.iternext(keys=True, values=False), limit))
+
     def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         """(order key, object key) of the next `limit` objects in the order of eviction, from `order_key` on."""
         found: list[tuple[bytes, bytes]] = []

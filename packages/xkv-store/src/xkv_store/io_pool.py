@@ -1,6 +1,6 @@
-"""A bounded pool of I/O threads with two lanes: loads go first, and neither lane starves.
+"""A bounded pool of I/O threads with three lanes: loads go first, then stores, then proofs, and none starves.
 
-Owns: its threads, the two queues, the list of finished jobs and the eventfd that tells of them.
+Owns: its threads, the queues, the list of finished jobs and the eventfd that tells of them.
 Must not know: cards, sessions or sockets; a job is something to call on one of the threads.
 """
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 JOBS_PER_LANE_MAX: Final = 16_384  # four rings of 1 GiB full of one-slot objects; more is shed or busy
 LOADS_IN_A_ROW_MAX: Final = 8  # so many loads may pass a waiting store; then one store goes
+OTHERS_IN_A_ROW_MAX: Final = 64  # so many loads and stores may pass a waiting proof; a busy card is proved, too
+PROOFS_RUNNING_MAX: Final = 1  # one thread at a time proves what nobody waits for
 IO_THREADS_DEFAULT: Final = 8  # some make checksums, some wait for the index to be flushed: 4 fell short of the medium
 IO_THREADS_MAX: Final = 64
 JOIN_S_MAX: Final = 10.0  # one read or write that a device does not end must not hold up the end for ever
@@ -28,6 +30,7 @@ class Lane(enum.Enum):
 
     LOAD = "load"
     STORE = "store"
+    PROOF = "proof"  # reading what nobody waits for, only to see whether it is sound
 
 
 class WithdrawnError(Exception):
@@ -47,14 +50,31 @@ class Job:
 class _Queues:
     loads: deque[Job] = field(default_factory=deque)
     stores: deque[Job] = field(default_factory=deque)
+    proofs: deque[Job] = field(default_factory=deque)
     loads_in_a_row: int = 0
+    others_in_a_row: int = 0
     stores_running: int = 0
+    proofs_running: int = 0
 
     def of(self, lane: Lane) -> deque[Job]:
-        return self.loads if lane is Lane.LOAD else self.stores
+        return {Lane.LOAD: self.loads, Lane.STORE: self.stores, Lane.PROOF: self.proofs}[lane]
 
     def choose(self, stores_running_max: int) -> Job | None:
-        """The next job: a load, unless a store has waited long enough; stores never fill all threads."""
+        """The next job: a load, unless a store has waited long enough; stores never fill all threads.
+
+        A proof comes when nothing else can, or has waited long enough itself.
+        """
+        proof_may_go = bool(self.proofs) and self.proofs_running < PROOFS_RUNNING_MAX
+        if not (proof_may_go and self.others_in_a_row >= OTHERS_IN_A_ROW_MAX):
+            job = self._choose_other(stores_running_max)
+            if job is not None or not proof_may_go:
+                self.others_in_a_row += job is not None
+                return job
+        self.others_in_a_row = 0
+        self.proofs_running += 1
+        return self.proofs.popleft()
+
+    def _choose_other(self, stores_running_max: int) -> Job | None:
         store_may_go = bool(self.stores) and self.stores_running < stores_running_max
         if self.loads and not (store_may_go and self.loads_in_a_row >= LOADS_IN_A_ROW_MAX):
             self.loads_in_a_row += 1
@@ -64,6 +84,12 @@ class _Queues:
             self.stores_running += 1
             return self.stores.popleft()
         return None
+
+    def ended(self, lane: Lane) -> bool:
+        """A job of this lane has ended; whether another of it, held back until now, may go."""
+        self.stores_running -= lane is Lane.STORE
+        self.proofs_running -= lane is Lane.PROOF
+        return lane is not Lane.LOAD and bool(self.of(lane))
 
 
 class IoPool:
@@ -79,6 +105,7 @@ class IoPool:
         self._wake = threading.Condition()
         self._stopping = False
         self._finished: deque[Job] = deque()
+        self.others = 0  # loads and stores submitted so far
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._threads = [
             threading.Thread(target=self._work, name=f"xkv-io-{number}", daemon=True) for number in range(threads)
@@ -96,6 +123,7 @@ class IoPool:
             if self.full(job.lane):
                 return False
             self._queues.of(job.lane).append(job)
+            self.others += job.lane is not Lane.PROOF
             self._wake.notify()
         return True
 
@@ -160,10 +188,8 @@ class IoPool:
 
     def _ended(self, job: Job) -> None:
         with self._wake:
-            if job.lane is Lane.STORE:
-                self._queues.stores_running -= 1
-                if self._queues.stores:
-                    self._wake.notify()
+            if self._queues.ended(job.lane):
+                self._wake.notify()
         self._finished.append(job)
         os.eventfd_write(self._eventfd, 1)
 

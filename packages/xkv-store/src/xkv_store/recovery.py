@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,7 @@ _PAGES_MAX = (1 << 16) // RANKS_PER_ENTRY
 U64s = npt.NDArray[np.uint64]
 I64s = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
+Used: TypeAlias = list[npt.NDArray[np.bool_]]  # of each database, a row per slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Loaded:
     rank_bits: U64s
     fragments: U64s
     lengths: U64s
-    used: list[npt.NDArray[np.bool_]]
+    used: Used
 
     def allocators(self) -> list[SlotAllocator]:
         """The free slots of each database."""
@@ -64,11 +66,7 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
     if objects != order:
         log.warning("the index has %d objects and %d entries in their order: making the order anew", objects, order)
         index.restore_order()
-    columns = _Columns(objects)
-    for keys, records in index.scan(SCAN_BATCH):
-        columns.add(keys, records)
-    columns.check_generations()
-    used = columns.check_extents(slots, geometry)
+    columns, used = _check(index, slots, geometry)
     if not columns.good.all():
         _remove(index, np.flatnonzero(~columns.good))
     good = columns.good
@@ -80,6 +78,20 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
         columns.lengths[good],
         used,
     )
+
+
+def survey(index: Index, slots: Sequence[int], geometry: Geometry) -> tuple[npt.NDArray[np.bool_], Used]:
+    """Which entries are good, in the order of keys, and which slots they name; nothing is changed."""
+    columns, used = _check(index, slots, geometry)
+    return columns.good, used
+
+
+def _check(index: Index, slots: Sequence[int], geometry: Geometry) -> "tuple[_Columns, Used]":
+    columns = _Columns(index.counts()[0])
+    for keys, records in index.scan(SCAN_BATCH):
+        columns.add(keys, records)
+    columns.check_generations()
+    return columns, columns.check_extents(slots, geometry)
 
 
 def _remove(index: Index, rows: I64s) -> None:
@@ -152,7 +164,7 @@ class _Columns:
         self.good[order[twins]] = False
         self.good[order[twins + 1]] = False
 
-    def check_extents(self, slots: Sequence[int], geometry: Geometry) -> list[npt.NDArray[np.bool_]]:
+    def check_extents(self, slots: Sequence[int], geometry: Geometry) -> Used:
         """Used slots of each database. Entries out of range, of the wrong size or overlapping are not good."""
         owner = np.concatenate([*self._owner, np.zeros(0, np.int64)])
         data = np.concatenate([*self._extents, np.zeros((0, EXTENT.size), np.uint8)])
@@ -242,14 +254,18 @@ class Rebuilt:
     slots_scanned: int
 
 
-def rebuild(databases: Sequence[Database], card_uuid: bytes, geometry: Geometry) -> Rebuilt:
-    """The newest complete generation of every key that slot headers tell of. Payloads are proved when read."""
+def rebuild(databases: Sequence[Database], card_uuid: bytes, geometry: Geometry, but: Used | None = None) -> Rebuilt:
+    """The newest complete generation of every key that slot headers tell of. Payloads are proved when read.
+
+    `but`: without the slots that are true there.
+    """
     parts: dict[int, list[tuple[SlotHeader, int, int]]] = {}
     scanned = 0
     for number, database in enumerate(databases):
         scanned += database.superblock.slots
         for slot, header in _scan(database):
-            if header.card_uuid == card_uuid and header.generation <= GENERATION_BELIEVED_MAX:
+            named = but is not None and but[number][slot]
+            if not named and header.card_uuid == card_uuid and header.generation <= GENERATION_BELIEVED_MAX:
                 parts.setdefault(header.generation, []).append((header, number, slot))
     objects: dict[bytes, Record] = {}
     for generation in sorted(parts):

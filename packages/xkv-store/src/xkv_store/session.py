@@ -43,6 +43,8 @@ from .wire import (
     StoredObject,
     StoreStatus,
     Touch,
+    Verify,
+    Verifying,
     Welcome,
     bounded_text,
     decode_from_client,
@@ -115,7 +117,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 PERMITTED: Final[dict[Role, frozenset[type]]] = {
     Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, Get, Cancel, AskStatus}),
     Role.RANK: frozenset({PublishNamespace, Put, Get, Cancel, AskStatus}),
-    Role.TOOL: frozenset({AskStatus, Stop}),
+    Role.TOOL: frozenset({AskStatus, Stop, Verify}),
 }
 
 
@@ -219,6 +221,14 @@ class StopGateway:
 
 
 @dataclass(frozen=True, slots=True)
+class VerifyCard:
+    """Prove the card's objects, telling of it with `reply`."""
+
+    ask: int
+    drop: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Close the connection once what is to be sent has gone out: nothing touches its slots any more."""
 
@@ -234,6 +244,7 @@ Action = (
     | ReportNamespaces
     | ReportStatus
     | StopGateway
+    | VerifyCard
     | Close
 )
 Actions = list[Action]
@@ -410,7 +421,7 @@ class GatewaySession:
             return [Send(Refused(RefusedCode.DRAINING, "the gateway is ending")), *self._settle()]
         return self._settle() if before is State.ATTACHED else []
 
-    def reply(self, message: Namespaces | Status | Done) -> Actions:
+    def reply(self, message: Namespaces | Status | Done | Verifying) -> Actions:
         """Answer an ask, if anybody still listens."""
         return [Send(message)] if self.state in (State.ATTACHED, State.DRAINING) else []
 
@@ -470,5 +481,7 @@ def _plain_action(message: FromClient) -> Action:
             return ReportStatus(ask)
         case Stop(ask):
             return StopGateway(ask)
+        case Verify(ask, drop):
+            return VerifyCard(ask, drop)
         case _:
             raise PeerError(f"{type(message).__name__} after Welcome")

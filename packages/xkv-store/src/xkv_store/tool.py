@@ -17,6 +17,7 @@ from .errors import PeerError, UserError
 
 if TYPE_CHECKING:
     import socket
+    from collections.abc import Iterator
     from pathlib import Path
 
 Answer = TypeVar("Answer", bound=wire.FromGateway)
@@ -86,6 +87,16 @@ class Tool:
         finally:
             if process is not None:
                 os.close(process)
+
+    def verify(self, *, drop: bool) -> Iterator[wire.Verifying]:
+        """Have the card proved; what the gateway tells of it, to its last message. UserError where it falls silent."""
+        self._asked += 1
+        self._send(wire.Verify(self._asked, drop))
+        while True:
+            told = self._await(wire.Verifying)
+            yield told
+            if told.state is not wire.VerifyState.RUNNING:
+                return
 
     def close(self) -> None:
         """End the session."""

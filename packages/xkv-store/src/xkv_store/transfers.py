@@ -83,8 +83,10 @@ class _Getting:
 class Transfers:
     """All puts and gets of all sessions."""
 
-    def __init__(self, card: Card, pool: IoPool) -> None:
+    def __init__(self, card: Card, pool: IoPool, damaged: Callable[[GetPlan, str], None] = lambda _plan, _what: None):
+        """`damaged` hears of each object that a get has found so, and which is off the card by then."""
         self._card = card
+        self._damaged = damaged
         self._pool = pool
         self._unconfirmed: dict[int, _Putting] = {}  # by generation: written, its index entry not yet committed
         self._getting: dict[tuple[Party, int], set[_Getting]] = {}
@@ -209,6 +211,7 @@ class Transfers:
         if isinstance(error, CorruptObject):
             self._card.drop(plan.key, plan.generation, "corrupt")
             self._log_error("corrupt object", error)
+            self._damaged(plan, str(error))
             return LoadStatus.CORRUPT
         if isinstance(error, WithdrawnError) or getting.cancelled:
             return LoadStatus.CANCELLED
@@ -217,6 +220,7 @@ class Transfers:
         medium_error = self._as_medium_error(error)
         if medium_error is not None and medium_error.errno == errno.EIO:
             self._card.drop(plan.key, plan.generation, "unreadable")
+            self._damaged(plan, str(medium_error))
         return LoadStatus.FAILED
 
     def cancel(self, party: Party, cancel: CancelGet) -> None:
@@ -237,14 +241,13 @@ class Transfers:
         """End everything that has not begun (the drain's time is over)."""
         self._withdraw(lambda _: True)
 
-    def take_finished(self) -> None:
-        """Go on with what the pool has ended."""
-        for job in self._pool.finished_jobs():
-            self._ended(job)
+    def ended(self, job: Job) -> None:
+        """The pool has ended this load or store: go on with it."""
+        self._ended(job)
 
     def _withdraw(self, wanted: Callable[[_Putting | _Getting], bool]) -> None:
         jobs = self._jobs
-        for job in self._pool.withdraw(lambda job: wanted(jobs[job])):
+        for job in self._pool.withdraw(lambda job: job in jobs and wanted(jobs[job])):
             self._ended(job)
 
     def _submit(self, lane: Lane, work: _Putting | _Getting, run: partial[None]) -> None:

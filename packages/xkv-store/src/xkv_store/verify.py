@@ -1,42 +1,79 @@
-"""Proving a card that no gateway serves: every object read, or the index made anew from slot headers.
+"""Proving a card that no gateway serves: every object read, the index compared with the slots, or made anew from them.
 
-Owns the two passes over a whole card and what they report. Must not know sessions, or how a slot is proved.
+Owns the passes over a whole card and what they report. Must not know sessions, how a slot is proved, or who reads it.
 """
 
-from collections.abc import Generator
+import errno
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
-from .card import Card, CardOptions
+from .audit import ClosedCard, closed_card
+from .card import Card
 from .card_folder import open_folder
+from .card_options import CardOptions
 from .database import aligned
-from .errors import CorruptObject, MediumError
+from .errors import CorruptObject, MediumError, OtherObject, PeerError
+from .index import Index
 from .key import ObjectKey
+from .layout import BadBytesError, Record, parse_record
+from .medium import Medium
+from .plans import GetPlan
 
 READ_SLOTS_MAX = 64  # slots read at a time: 16 MiB of memory, whatever the object's size
+KEYS_AHEAD = 1_024  # fetched from the index at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """What became of one object: `problem` is empty if it is sound."""
+    """What became of one object: `problem` is empty if it is sound.
 
-    key: ObjectKey
+    `misplaced`: the index leads to what is not this object, so that an index made anew may find it elsewhere.
+    """
+
+    key: bytes  # encoded
+    generation: int
     length: int
     problem: str
+    misplaced: bool = False
+    dropped: bool = False
 
 
-def verify(options: CardOptions, *, drop: bool) -> Generator[Verified, None, None]:
-    """Read and prove every object of the card; with `drop` the corrupt leave it. UserError if it is in use."""
-    card = Card.open(options)
-    try:
-        slot_bytes = card.geometry.slot_bytes
-        memory = aligned(READ_SLOTS_MAX * slot_bytes)
-        slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
-        for key in card.object_keys():
-            yield from _verify_one(card, key, slots, drop=drop)
-    except BaseException:
-        card.abandon()
-        raise
-    card.close()
+@dataclass(frozen=True, slots=True)
+class DamagedIndex:
+    """The index cannot be used: no object can be reached by it. `whole`: objects that the slots tell of."""
+
+    problem: str
+    whole: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unnamed:
+    """`whole` objects on the medium that the index does not name: they have left the card, or the index lost them.
+
+    No problem: what leaves a card lies there until it is overwritten.
+    """
+
+    whole: int
+    problem: str = ""
+
+
+Finding = Verified | DamagedIndex | Unnamed
+
+
+def verify(options: CardOptions, *, drop: bool) -> Generator[Finding, None, None]:
+    """Read and prove every object of the card; with `drop` the corrupt leave it. UserError if it is in use.
+
+    Without `drop` nothing is changed, also not an index that a start would make anew.
+    """
+    with closed_card(options) as card:
+        index = card.open_index()
+        if isinstance(index, str):
+            yield DamagedIndex(index, len(card.from_slots().objects))
+            return
+        try:
+            yield from _Verifier(card, index, drop=drop).run()
+        finally:
+            index.close()
 
 
 def rebuild(options: CardOptions) -> dict[str, object]:
@@ -47,18 +84,74 @@ def rebuild(options: CardOptions) -> dict[str, object]:
     return status
 
 
-def _verify_one(card: Card, key: ObjectKey, slots: list[memoryview], *, drop: bool) -> Generator[Verified, None, None]:
-    plan = card.begin_get(key, 0)
-    if plan is None:
-        return
-    problem = ""
+class _Verifier:
+    def __init__(self, card: ClosedCard, index: Index, *, drop: bool) -> None:
+        self._card = card
+        self._index = index
+        self._drop = drop
+        self._medium = Medium(card.databases, card.geometry, card.uuid)
+        slot_bytes = card.geometry.slot_bytes
+        memory = aligned(READ_SLOTS_MAX * slot_bytes)
+        self._slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
+        self._dropped: list[bytes] = []
+
+    def run(self) -> Iterator[Finding]:
+        good, used = self._card.survey(self._index)
+        damaged: set[bytes] = set()
+        try:
+            for row, key in enumerate(self._keys()):
+                found = self._verify_one(key, entry_is_good=bool(good[row]))
+                if found.problem:
+                    damaged.add(key)
+                yield found
+        finally:
+            if self._dropped:
+                self._card.remove(self._index, self._dropped)
+        # What lies in slots that the index names has just been proved; what is elsewhere is its loss, or has left.
+        rebuilt = self._card.from_slots(but=used).objects
+        missed = [key for key, record in rebuilt.items() if key in damaged or self._is_newer(key, record)]
+        yield Unnamed(len(missed))
+
+    def _keys(self) -> Iterator[bytes]:
+        keys = self._index.keys_after(b"", KEYS_AHEAD)
+        while keys:
+            yield from keys
+            keys = self._index.keys_after(keys[-1], KEYS_AHEAD)
+
+    def _is_newer(self, key: bytes, record: Record) -> bool:
+        packed = self._index.get(key)
+        return packed is None or _parse(packed, record).generation < record.generation
+
+    def _verify_one(self, key: bytes, *, entry_is_good: bool) -> Verified:
+        packed = self._index.get(key)
+        assert packed is not None, "the card is ours alone"
+        record = _parse(packed, Record(0, 0, 0, 0, ()))
+        problem, misplaced, bad = "its index entry is damaged, or leads to slots of another one", True, True
+        if entry_is_good:
+            problem, misplaced, bad = self._prove(key, record)
+        if bad and self._drop:
+            self._dropped.append(key)
+        return Verified(key, record.generation, record.length, problem, misplaced, bad and self._drop)
+
+    def _prove(self, key: bytes, record: Record) -> tuple[str, bool, bool]:
+        """(problem, whether the slots are another object's, whether a drop is the remedy)."""
+        try:
+            decoded = ObjectKey.decode(key)
+        except PeerError as error:
+            return str(error), True, True
+        fragments = self._card.geometry.fragments(record.length)
+        plan = GetPlan(decoded, key, *record[:4], fragments, record.extents)
+        try:
+            for first in range(0, fragments, READ_SLOTS_MAX):
+                self._medium.read(plan, self._slots[: min(READ_SLOTS_MAX, fragments - first)], first)
+        except MediumError as error:
+            unreadable = error.errno == errno.EIO
+            return str(error), isinstance(error, OtherObject), isinstance(error, CorruptObject) or unreadable
+        return "", False, False
+
+
+def _parse(packed: bytes, otherwise: Record) -> Record:
     try:
-        for first in range(0, plan.fragments, READ_SLOTS_MAX):
-            card.read(plan, slots[: min(READ_SLOTS_MAX, plan.fragments - first)], first)
-    except MediumError as error:
-        problem = str(error)
-        if drop and isinstance(error, CorruptObject):
-            card.drop(key, plan.generation, "corrupt")
-    finally:
-        card.end_get(plan)
-    yield Verified(key, plan.length, problem)
+        return parse_record(packed)
+    except BadBytesError:
+        return otherwise

@@ -47,6 +47,8 @@ DESCRIPTOR_BYTES_MAX: Final = 60_000
 """A namespace's JSON: one message holds it."""
 TEXT_BYTES_MAX: Final = 60_000
 """A status's or a refusal's text: one message holds it."""
+PROBLEM_CHARS_MAX: Final = 200
+"""Of what is wrong with an object: 64 of them fit a message."""
 DESCRIPTORS_MAX: Final = 3
 """File descriptors beside one message: ring, control page, lookup table."""
 
@@ -95,6 +97,16 @@ class LoadStatus(IntEnum):
     TIMEOUT = 4
     CANCELLED = 5
     BUSY = 6
+
+
+class VerifyState(str, Enum):
+    """Where a proof of the card stands; every state but `RUNNING` is its last."""
+
+    RUNNING = "running"
+    ENDED = "ended"
+    STOPPED = "stopped"  # the gateway is ending
+    FAILED = "failed"  # the index could not be read
+    BUSY = "busy"  # another tool has one under way
 
 
 _U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
@@ -153,6 +165,16 @@ class LoadedObject(_Part, frozen=True):
     status: LoadStatus
     generation: _U64
     length: _U64
+
+
+class DamagedObject(_Part, frozen=True):
+    """One object that a proof has found damaged; `dropped`: it is off the card."""
+
+    key: _Key
+    generation: _U64
+    length: _U64
+    problem: str
+    dropped: bool
 
 
 class RankNamespace(_Part, frozen=True):
@@ -232,6 +254,13 @@ class Stop(_Message, frozen=True):
     ask: _U64
 
 
+class Verify(_Message, frozen=True):
+    """Prove every object of the card; with `drop` the damaged leave it."""
+
+    ask: _U64
+    drop: bool
+
+
 class Welcome(_Message, frozen=True):
     """The session is attached. A tool gets no ring, so no slots and no descriptors."""
 
@@ -289,8 +318,21 @@ class Done(_Message, frozen=True):
     text: str
 
 
-FromClient = Hello | PublishNamespace | AskNamespaces | Put | Get | Touch | Cancel | AskStatus | Stop
-FromGateway = Welcome | Refused | Namespaces | Stored | Loaded | Status | Done
+class Verifying(_Message, frozen=True):
+    """How a proof goes: objects and bytes proved so far, objects that were gone, what was found since the last one."""
+
+    ask: _U64
+    state: VerifyState
+    objects: _U64
+    objects_total: _U64
+    gone: _U64
+    proved_bytes: _U64
+    damaged: tuple[DamagedObject, ...]
+    reason: str
+
+
+FromClient = Hello | PublishNamespace | AskNamespaces | Put | Get | Touch | Cancel | AskStatus | Stop | Verify
+FromGateway = Welcome | Refused | Namespaces | Stored | Loaded | Status | Done | Verifying
 
 _Wire = TypeVar("_Wire")
 _Item = TypeVar("_Item")

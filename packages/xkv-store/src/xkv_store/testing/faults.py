@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from .. import card  # noqa: TID252  the package may have another name
-from ..card_folder import MEDIA  # noqa: TID252
+from ..card_options import MEDIA  # noqa: TID252
 from ..database import Database, Mover, aligned  # noqa: TID252
 from ..errors import MediumError  # noqa: TID252
 from ..geometry import DATA_OFFSET, IO_STEP_BYTES  # noqa: TID252

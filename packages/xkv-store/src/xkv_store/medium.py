@@ -1,0 +1,63 @@
+"""An object's bytes between slots in memory and the card's databases.
+
+Owns the order of sealing and writing, of reading and proving, and how much is moved at once. Thread-safe: it has no
+state of its own. Must not know the index, who uses which slot, or what an error is good for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .database import Database
+from .errors import PeerError
+from .fragment import Identity, filled, pieces, prove, seal
+from .geometry import Geometry
+from .plans import GetPlan, ObjectPlan, PutPlan
+from .testing.points import reached
+
+BYTES_AT_ONCE = 8 << 20  # sealed, then written (read, then proved): the medium waits for a part, not a whole object
+
+
+@dataclass(frozen=True, slots=True)
+class Medium:
+    """The databases of one card, in the order of their numbers."""
+
+    databases: Sequence[Database]
+    geometry: Geometry
+    card_uuid: bytes
+
+    def write(self, plan: PutPlan, slots: Sequence[memoryview]) -> None:
+        """Seal the object's slots where they are (payloads in place) and write them. MediumError.
+
+        `slots` are whole, page-aligned ring slots, one per fragment, which nobody else touches meanwhile.
+        """
+        assert len(slots) == plan.fragments
+        identity = self._identity(plan)
+        for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments, self._slots_at_once())):
+            if count == 1:
+                reached("put.mid_write")
+            sealed = [
+                seal(slots[fragment], identity, self.geometry, fragment)
+                for fragment in range(piece.fragment, piece.fragment + piece.slots)
+            ]
+            self.databases[piece.database].write(piece.slot, sealed)
+
+    def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
+        """Read fragments from `first_fragment` on into `slots`, and prove each. MediumError, CorruptObject.
+
+        Fewer slots than the object has fragments: only these are read. The caller checks that they are not more.
+        """
+        if not (slots and 0 <= first_fragment <= plan.fragments - len(slots)):
+            raise PeerError(f"{len(slots)} fragments from {first_fragment} on, of an object that has {plan.fragments}")
+        identity = self._identity(plan)
+        views = filled(slots, plan.length, self.geometry, first_fragment)
+        for piece in pieces(plan.extents, first_fragment, len(slots), self._slots_at_once()):
+            begin = piece.fragment - first_fragment
+            self.databases[piece.database].read(piece.slot, views[begin : begin + piece.slots])
+            for fragment in range(piece.fragment, piece.fragment + piece.slots):
+                prove(views[fragment - first_fragment], identity, self.geometry, fragment)
+
+    def _identity(self, plan: ObjectPlan) -> Identity:
+        return Identity(self.card_uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)
+
+    def _slots_at_once(self) -> int:
+        return max(1, BYTES_AT_ONCE // self.geometry.slot_bytes)
