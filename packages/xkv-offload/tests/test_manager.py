@@ -159,6 +159,21 @@ def test_a_failed_load_is_a_miss_until_a_fresh_generation() -> None:
     assert manager.lookup(key(1), request()) == "HIT"
 
 
+def test_what_fails_right_after_its_store_is_stored_again_at_once_and_once() -> None:
+    """It waits for no confirmation any more; until it does, its prefix would be computed anew by each request."""
+    card = FakeCard()
+    manager = make(card)
+    assert stored(manager, [key(1), key(2)]) == [key(1), key(2)]
+    card.confirm([key(1), key(2)], generation=5)
+    card.new_denials = [(next(iter(card.table.entries)), 5)]
+    assert stored(manager, [key(1), key(2)], "second") == [key(1)]
+    assert stored(manager, [key(1), key(2)], "third") == []
+    card.confirm([key(1)], generation=6)
+    assert manager.lookup(key(1), request()) == "HIT"
+    card.lost = True
+    assert stored(manager, [key(1), key(2)], "fourth") == [key(1), key(2)]
+
+
 def test_lost_denials_deny_all_that_is_confirmed() -> None:
     card = FakeCard()
     manager = make(card)

@@ -132,7 +132,7 @@ class XkvManager:
         self._touched: list[int] = []
         self._denied: dict[int, int] = {}
         self._denied_up_to = -1
-        self._pending: dict[bytes, float] = {}
+        self._pending: dict[bytes, tuple[float, int]] = {}  # until when, and what was denied of it by then
         self._prepared_bytes: dict[bytes, int] = {}
         self._requests: dict[str, _Request] = {}
         self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
@@ -273,7 +273,7 @@ class XkvManager:
             position = request.next_position
             request.next_position += 1
             size = self._options.group_bytes.get(int.from_bytes(key[-4:], "big"), 0)
-            if size == 0 or self._pending.get(key, 0.0) > now or self._held(key, touch=False):
+            if size == 0 or self._is_pending(key, now) or self._held(key, touch=False):
                 self._counts.add("held_keys")
                 continue
             if backlog + size > self._options.store_backlog_bytes:
@@ -282,9 +282,10 @@ class XkvManager:
             backlog += size
             chosen.append(key)
             positions.append(position)
-            replace.append(self._was_denied(key))
+            denied = self._denied_generation(key)
+            replace.append(denied >= 0)
             self._pending.pop(key, None)
-            self._pending[key] = now + PENDING_SECONDS
+            self._pending[key] = (now + PENDING_SECONDS, denied)
             self._prepared_bytes[key] = size
         while len(self._pending) > PENDING_KEYS_MAX:
             self._pending.pop(next(iter(self._pending)))
@@ -306,10 +307,16 @@ class XkvManager:
                 self._requests.pop(next(iter(self._requests)))
         return request
 
-    def _was_denied(self, key: bytes) -> bool:
-        """Whether the card may hold the object while this engine does not believe it."""
+    def _denied_generation(self, key: bytes) -> int:
+        """The highest generation that this engine does not believe, though the card may hold it; -1 for none."""
         salts = self._salts.get(key[-4:]) or self._new_salts(key[-4:])
-        return self._denied_up_to >= 0 or any(chunk_tag(salt, key[:-4]) in self._denied for salt, _ in salts)
+        denied = (self._denied.get(chunk_tag(salt, key[:-4]), -1) for salt, _ in salts)
+        return max(self._denied_up_to, *denied)
+
+    def _is_pending(self, key: bytes, now: float) -> bool:
+        """Whether it was stored a moment ago. What was denied since then is stored again at once."""
+        until, denied = self._pending.get(key, (0.0, -1))
+        return until > now and self._denied_generation(key) == denied
 
     def _shed(self, request: _Request, keys: int) -> None:
         """Not this and, for the rest of the request, no later chunk: a prefix without its middle is never hit."""
