@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from .errors import CorruptObject, MediumError, UserError
-from .geometry import DATA_OFFSET, IO_STEP_BYTES, SUPERBLOCK_BYTES, SUPERBLOCK_COPY_OFFSET
+from .geometry import (
+    DATA_OFFSET,
+    DATABASES_MAX,
+    IO_STEP_BYTES,
+    SLOTS_PER_DATABASE_MAX,
+    SUPERBLOCK_BYTES,
+    SUPERBLOCK_COPY_OFFSET,
+    Geometry,
+)
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
 
 log = logging.getLogger(__name__)
@@ -26,6 +34,7 @@ IOV_MAX = 1_024  # buffers that the kernel takes in one call (UIO_MAXIOV)
 IO_BYTES_MAX = 32 << 20  # bytes per call: long enough for any device's full speed, short enough to stay fair
 STALLS_MAX = 8  # moves in a row of less than a step: at a file's end for ever, elsewhere a coincidence
 FILE_MODE = 0o600
+_BLOCK_BYTES = 512  # of st_blocks (stat(3type))
 
 _DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 _SUPERBLOCKS_BYTES = SUPERBLOCK_COPY_OFFSET + SUPERBLOCK_BYTES
@@ -173,6 +182,7 @@ class Database:
                 raise UserError(f"{path} is smaller than the {needed} bytes asked for: give a smaller capacity")
             return
         try:
+            _expect_room(fd, needed)
             cls._reserve(fd, needed)
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
@@ -244,9 +254,15 @@ def read_superblock(path: Path) -> Superblock:
 
 def _superblock_at(data: bytes, offset: int) -> Superblock | BadBytesError:
     try:
-        return parse_superblock(data[offset : offset + SUPERBLOCK_BYTES])
+        found = parse_superblock(data[offset : offset + SUPERBLOCK_BYTES])
+        Geometry(found.slot_bytes)
     except BadBytesError as problem:
         return problem
+    except UserError as problem:
+        return BadBytesError(f"a superblock of another kind: {problem}")
+    if not (1 <= found.databases <= DATABASES_MAX and 1 <= found.slots <= SLOTS_PER_DATABASE_MAX):
+        return BadBytesError(f"a superblock of {found.databases} databases and {found.slots} slots")
+    return found
 
 
 def new_superblock(
@@ -287,6 +303,13 @@ def aligned(buffer_bytes: int) -> memoryview:
 
 def _database_bytes(superblock: Superblock) -> int:
     return DATA_OFFSET + superblock.slots * superblock.slot_bytes
+
+
+def _expect_room(fd: int, needed: int) -> None:
+    """OSError (ENOSPC) where a file of so many bytes cannot fit: trying would take all that others have left."""
+    free, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * _BLOCK_BYTES
+    if needed - held > free.f_bavail * free.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _exclusively(path: Path) -> int:
