@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 import typer
 
-from . import commands_gateway
+from . import commands_gateway, commands_verify
 from .console import Output
 from .errors import MediumError, PeerError, UserError
 
@@ -33,6 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 commands_gateway.register(app)
+commands_verify.register(app)
 
 _USAGE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
 """Some releases of typer bring click under a name of their own: this is its class by any name."""

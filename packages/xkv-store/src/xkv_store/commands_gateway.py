@@ -36,7 +36,9 @@ LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 gateway_app = typer.Typer(help="Run a gateway, look at one, stop one.", no_args_is_help=True, rich_markup_mode=None)
 
 
-def _path(option: str) -> Callable[[str], Path]:
+def path_option(option: str) -> Callable[[str], Path]:
+    """The parser of an option (or argument) that is a path."""
+
     def parse(text: str) -> Path:
         if not text:
             raise UserError(f"{option} is empty: type the path; the current folder is .")
@@ -57,7 +59,7 @@ PortOrElse = Annotated[
 SocketDir = Annotated[
     Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
     typer.Option(
-        parser=_path("--socket-dir"),
+        parser=path_option("--socket-dir"),
         metavar="PATH",
         help="Folder of the sockets [default: $XDG_RUNTIME_DIR/xkv, else one of this user's own].",
     ),
@@ -65,11 +67,13 @@ SocketDir = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each value.")]
 CardFolder = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--card", parser=_path("--card"), metavar="PATH", help="The embedded gateway of this card's folder."),
+    typer.Option(
+        "--card", parser=path_option("--card"), metavar="PATH", help="The embedded gateway of this card's folder."
+    ),
 ]
 SocketPath = Annotated[
     Optional[Path],  # noqa: UP045
-    typer.Option("--socket", parser=_path("--socket"), metavar="PATH", help="The socket itself."),
+    typer.Option("--socket", parser=path_option("--socket"), metavar="PATH", help="The socket itself."),
 ]
 
 
@@ -82,7 +86,9 @@ def register(app: typer.Typer) -> None:
 def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by name
     card: Annotated[
         Path,
-        typer.Option(parser=_path("--card"), metavar="PATH", help="Folder of the card; made where it is missing."),
+        typer.Option(
+            parser=path_option("--card"), metavar="PATH", help="Folder of the card; made where it is missing."
+        ),
     ],
     port: Port = PORT_CUSTOMARY,
     capacity: Annotated[
@@ -96,7 +102,7 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     database: Annotated[
         Optional[list[Path]],  # noqa: UP045
         typer.Option(
-            parser=_path("--database"),
+            parser=path_option("--database"),
             metavar="PATH",
             help="A file or block device of the card, once for each; instead of --databases.",
         ),
@@ -173,7 +179,7 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show a running gateway's card, counters and sessions."""
-    with closing(Tool(_socket(port, socket_dir, card, socket))) as tool:
+    with closing(Tool(named_socket(port, socket_dir, card, socket))) as tool:
         value = json.loads(tool.status())
     Output(json=as_json).table(value, "gateway")
 
@@ -187,13 +193,13 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """Make a running gateway finish what it has begun and end; returns when it has ended."""
-    with closing(Tool(_socket(port, socket_dir, card, socket))) as tool:
+    with closing(Tool(named_socket(port, socket_dir, card, socket))) as tool:
         if not tool.stop():
             raise UserError(f"the gateway (pid {tool.pid}) is still finishing its work; look again with `status`")
         Output(json=as_json).value({"stopped": tool.pid}, f"gateway stopped (pid {tool.pid})")
 
 
-def _socket(port: int | None, socket_dir: Path | None, card: Path | None, socket: Path | None) -> Path:
+def named_socket(port: int | None, socket_dir: Path | None, card: Path | None, socket: Path | None) -> Path:
     """The socket that these options name: the path itself, the card's embedded gateway, or the port's."""
     named = {"--port": port, "--card": card, "--socket": socket}
     given = [option for option, value in named.items() if value is not None]

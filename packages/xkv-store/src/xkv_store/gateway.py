@@ -124,7 +124,7 @@ class Gateway:
         card = self._card.status()
         return {
             "socket": str(self._options.socket),
-            "card": str(self._options.card.folder),
+            "card": str(self._options.card.folder.absolute()),
             "pid": os.getpid(),
             "version": __version__,
             "protocol": PROTOCOL_VERSION,

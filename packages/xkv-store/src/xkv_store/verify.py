@@ -57,7 +57,15 @@ class Unnamed:
     problem: str = ""
 
 
-Finding = Verified | DamagedIndex | Unnamed
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """So many objects are going to be proved."""
+
+    objects: int
+    problem: str = ""
+
+
+Finding = Beginning | Verified | DamagedIndex | Unnamed
 
 
 def verify(options: CardOptions, *, drop: bool) -> Generator[Finding, None, None]:
@@ -97,6 +105,7 @@ class _Verifier:
 
     def run(self) -> Iterator[Finding]:
         good, used = self._card.survey(self._index)
+        yield Beginning(len(good))
         damaged: set[bytes] = set()
         try:
             for row, key in enumerate(self._keys()):
