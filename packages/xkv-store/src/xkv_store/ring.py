@@ -49,6 +49,7 @@ def check_sealed_memory(fd: int, what: str, *, size_bytes: int | None = None) ->
     """The size of a peer's memfd; raises PeerError unless it is sealed, writable and of the size."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
         size = os.fstat(fd).st_size
     except OSError as error:
         raise PeerError(f"the {what}'s descriptor is no memory file: {error.strerror}") from error
@@ -56,6 +57,8 @@ def check_sealed_memory(fd: int, what: str, *, size_bytes: int | None = None) ->
         raise PeerError(f"the {what}'s memory file is not sealed against shrinking and growing")
     if seals & ~SEALS:
         raise PeerError(f"the {what}'s memory file carries seals that forbid writing ({seals:#x})")
+    if mode != os.O_RDWR:
+        raise PeerError(f"the {what}'s descriptor is not open for reading and writing")
     if size_bytes is not None and size != size_bytes:
         raise PeerError(f"the {what}'s memory file has {size} bytes, not {size_bytes}")
     return size
