@@ -1,4 +1,4 @@
-"""Proving a closed card, and mending its index: damage is named, nothing changes unasked, and a rebuild makes it sound."""
+"""Proving a closed card and mending its index: damage is named, nothing changes unasked, a rebuild makes it sound."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -24,6 +23,7 @@ from xkv_store.verify import DamagedIndex, Unnamed, Verified, rebuild, verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 SLOT = 4_096
 SLOTS = 150

@@ -292,6 +292,11 @@ class Card:
         """How many objects the card holds."""
         return self._objects
 
+    @property
+    def generation(self) -> int:
+        """The last one that was given."""
+        return self._generation
+
     def keys_after(self, encoded: bytes, limit: int) -> list[bytes]:
         """The next `limit` committed objects' keys behind `encoded`, in the order of keys. MediumError."""
         return self._index.keys_after(encoded, limit)

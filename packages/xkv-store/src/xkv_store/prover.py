@@ -55,6 +55,7 @@ class _Run:
     ask: int
     drop: bool
     total: int
+    newest: int  # generation when it began; an object put since then is not its business, or it might never end
     slots: list[memoryview]
     said_ns: int
     next_ns: int = 0
@@ -110,7 +111,7 @@ class Prover:
         slot_bytes = self._card.geometry.slot_bytes
         memory = aligned(max(1, PIECE_BYTES // slot_bytes) * slot_bytes)
         slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
-        self._run = _Run(listener, ask, drop, self._card.objects, slots, time.monotonic_ns())
+        self._run = _Run(listener, ask, drop, self._card.objects, self._card.generation, slots, time.monotonic_ns())
         self.counters["verify_runs"] += 1
         log.info("proving %d objects", self._run.total)
 
@@ -199,9 +200,12 @@ class Prover:
                 plan = self._card.begin_proof(ObjectKey.decode(run.last_key))
             except PeerError:
                 plan = None  # an entry that is damaged itself: never served, and removed by the next start
-            if plan is not None:
+            if plan is None:
+                run.gone += 1
+            elif plan.generation > run.newest:
+                self._card.end_get(plan)
+            else:
                 return plan
-            run.gone += 1
         return None
 
     def _judge(self, run: _Run, plan: GetPlan, error: Exception | None) -> None:
