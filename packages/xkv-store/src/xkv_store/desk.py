@@ -120,7 +120,7 @@ class Desk:
     def readable(self, connection: Connection, packets_max: int) -> None:
         """Take in what the peer has sent, up to a number of packets."""
         for _ in range(packets_max):
-            if connection.session.state in (State.ENDING, State.CLOSED):
+            if connection.session.state in (State.ENDING, State.CLOSED) or connection.overflowing:
                 return
             try:
                 packet = connection.receive()

@@ -79,4 +79,3 @@ KINDS: Final[dict[str, Callable[[int, bytes], int]]] = {
     "epoll": lambda _size, _content: _epoll(),
 }
 """By name: (size in bytes, content) to a descriptor, which is the caller's to close."""
-
