@@ -247,7 +247,10 @@ def _failure(error: BaseException) -> Message:
 
 def _run_engine(channel: Channel, request: Message) -> None:
     try:
-        child = EngineChild(request)
+        engine_class = EngineChild
+        if request["llm"].get("tensor_parallel_size", 1) > 1:
+            engine_class = importlib.import_module("stand.parallel_child").ParallelChild
+        child = engine_class(request)
     except BaseException as error:  # noqa: BLE001 - whatever stops an engine's start is the answer
         channel.send(_failure(error))
         return

@@ -1,17 +1,21 @@
 """One rank's jobs against a real gateway: bytes, waits, failures, deadlines; nothing escapes."""
 
 import signal
+import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 
+from xkv_offload import jobs as jobs_module
 from xkv_offload import worker as worker_module
 from xkv_offload.attachment import StagedReads
 from xkv_offload.copy import HostMover, Move
@@ -22,6 +26,7 @@ from xkv_offload.rank import RankContext
 from xkv_offload.staging import Answer, Staging
 from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
+from xkv_store import sockets
 from xkv_store.client import Attachment, Client
 from xkv_store.control import DenialReader
 from xkv_store.sockets import socket_for_port
@@ -65,6 +70,7 @@ def worker_on(
     ring_slots: int = 64,
     staged_slots: int = 0,
     poisoned: bool = False,
+    heartbeat_timeout_ms: int = 3_000,
 ) -> Iterator[tuple[XkvWorker, list[Any]]]:
     """A worker with tensors of random bytes (or poison) and its tensors."""
     client = Client.attach(
@@ -79,7 +85,7 @@ def worker_on(
             staged_bytes=staged_slots * SLOT,
             fragment_bytes=SLOT - 1024,
             connect_timeout_ms=10_000,
-            heartbeat_timeout_ms=3_000,
+            heartbeat_timeout_ms=heartbeat_timeout_ms,
             embedded=None,
         )
     )
@@ -408,6 +414,167 @@ def test_a_stopped_gateway_delays_neither_submit_nor_wait_and_its_late_answer_to
         while region.free < region.count:  # the late answer gives the slots back
             assert time.monotonic() < deadline
             time.sleep(0.005)
+
+
+@contextmanager
+def gateway_that(state: str, gateway: GatewayProcess, worker: XkvWorker) -> Iterator[None]:
+    """One that stands still, or is dead and known to be, or (`lives`) does its work."""
+    if state == "is dead":
+        gateway.kill()
+        deadline = time.monotonic() + DEADLINE_S
+        while worker.context.client.alive():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+    if state == "stands still":
+        gateway.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        if state == "stands still":
+            gateway.signal(signal.SIGCONT)
+
+
+BELIEVED = {"heartbeat_timeout_ms": 3_600_000}  # as within the heartbeat's bound: one that stands still is given work
+every_gateway = pytest.mark.parametrize("state", ["lives", "stands still", "is dead"])
+
+# Calls that may wait for somebody else, as the interpreter names them. A lock that is taken by `with` is none of
+# them: it is held for as long as a few lines take, by threads that make no such call while they hold it.
+WAITING = {"acquire", "accept", "connect", "join", "poll", "read", "recv", "recvmsg", "recv_fds", "select", "sleep"}
+
+
+def foreign_calls(work: Callable[[], object]) -> list[str]:
+    """The names of all calls out of Python that `work` makes on this thread."""
+    names: list[str] = []
+
+    def note(frame: FrameType, event: str, called: Any) -> None:
+        if event == "c_call" and frame.f_code.co_name != "_is_owned":  # a condition's: it tries, and does not wait
+            names.append(called.__name__)
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+@every_gateway
+def test_a_submit_makes_no_call_that_waits(gateway: GatewayProcess, tmp_path: Path, state: str) -> None:
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1, 2])
+    with (
+        worker_on(tmp_path, engine="b", poisoned=True, **BELIEVED) as (worker, _),
+        gateway_that(state, gateway, worker),
+    ):
+        calls = foreign_calls(lambda: worker.submit_load(1, spec([1, 2]), whole(1, 2)))
+        calls += foreign_calls(lambda: worker.submit_store(2, whole(9, 2), spec([7, 8])))
+        assert set(calls) & WAITING == set()
+        assert state == "is dead" or "send" in calls, "the load's message was sent in the call"
+    assert sockets._SEND_FLAGS & socket.MSG_DONTWAIT, "a send that waits for room"
+
+
+def test_the_list_of_calls_that_wait_has_teeth() -> None:
+    ready = threading.Event()
+    ready.set()
+    assert set(foreign_calls(lambda: time.sleep(0))) & WAITING
+    assert set(foreign_calls(lambda: threading.Event().wait(0.001))) & WAITING
+
+
+@every_gateway
+def test_submits_take_less_than_a_millisecond(gateway: GatewayProcess, tmp_path: Path, state: str) -> None:
+    """More stores than the ring holds: those beyond it are shed and counted, and the backlog is the ring's at most."""
+    with worker_on(tmp_path, load_timeout_s=0.3, **BELIEVED) as (worker, _), gateway_that(state, gateway, worker):
+        jobs, taken_s = 300, []
+        for job in range(jobs):
+            begun = time.perf_counter()
+            worker.submit_store(job, whole(1, 1), spec([job]))
+            taken_s.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            worker.submit_load(jobs + job, spec([1]), whole(9, 1))
+            taken_s.append(time.perf_counter() - begun)
+        taken_s.sort()
+        assert taken_s[len(taken_s) // 2] < 0.001
+        assert taken_s[-1] < 1.0, "the machine's own pauses, not a disk's or a gateway's"
+        finished: list[int] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while len(finished) < 2 * jobs:
+            assert time.monotonic() < deadline
+            finished += [result.job_id for result in worker.get_finished()]
+            time.sleep(0.002)
+        assert sorted(finished) == list(range(2 * jobs)), "each is reported once"
+        assert PROCESS_COUNTERS["store_objects"] + PROCESS_COUNTERS["shed_objects"] == jobs
+        assert worker.context.client.control.store_bytes() <= worker.context.client.store_region.count * SLOT
+        if state != "lives":
+            assert PROCESS_COUNTERS["shed_objects"] >= jobs - worker.context.client.store_region.count // BPC
+
+
+def test_copies_that_wait_are_bounded_and_those_beyond_are_shed(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs_module, "COPY_QUEUE_MAX", 2)
+    go_on = threading.Event()
+    real = HostMover.gather
+
+    def slow(self: HostMover, move: Move) -> None:
+        assert go_on.wait(DEADLINE_S)
+        real(self, move)
+
+    monkeypatch.setattr(HostMover, "gather", slow)
+    with worker_on(tmp_path) as (worker, _):
+        for job in range(6):
+            assert worker.submit_store(job, whole(1, 1), spec([job]))
+        assert PROCESS_COUNTERS["shed_objects"] >= 3
+        go_on.set()
+        worker.wait(set(range(6)))
+        assert sorted(result.job_id for result in worker.get_finished()) == list(range(6))
+        until_confirmed(6 - PROCESS_COUNTERS["shed_objects"])
+        assert worker.context.client.control.store_bytes() == 0
+
+
+@every_gateway
+def test_a_wait_lasts_as_long_as_the_copies_alone(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
+) -> None:
+    """For known, unknown, finished and duplicate ids, and those of loads that nobody will ever answer."""
+    go_on = threading.Event()
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1])
+    with (
+        worker_on(tmp_path, engine="b", poisoned=True, **BELIEVED) as (worker, _),
+        gateway_that(state, gateway, worker),
+    ):
+        worker.submit_store(3, whole(9, 1), spec([6]))
+        assert finish(worker, 3).success
+        real = HostMover.gather
+
+        def slow(self: HostMover, move: Move) -> None:
+            assert go_on.wait(DEADLINE_S)
+            real(self, move)
+
+        monkeypatch.setattr(HostMover, "gather", slow)
+        if state == "lives":
+            gateway.hold("get.before_read")
+        worker.submit_load(1, spec([1]), whole(1, 1))
+        worker.submit_store(2, whole(9, 1), spec([7]))
+        begun = time.monotonic()
+        for ids in ({1}, {3}, {99}, {1, 3, 99}, set[int](), {1}):
+            worker.wait(ids)
+        assert time.monotonic() - begun < 2.0
+        if state == "is dead":
+            worker.wait({2})  # nothing is copied for nobody
+        else:
+            waits = [threading.Thread(target=worker.wait, args=(ids,)) for ids in ({2}, {2, 1, 3, 99}, {2})]
+            for thread in waits:
+                thread.start()
+            time.sleep(0.1)
+            assert all(thread.is_alive() for thread in waits), "the pages are still being read"
+            go_on.set()
+            for thread in waits:
+                thread.join(2.0)
+            assert not any(thread.is_alive() for thread in waits)
+        go_on.set()
+        assert 2 in {result.job_id for result in worker.get_finished()}
+        gateway.let_go("get.before_read")
 
 
 def test_a_load_that_is_waited_for_after_a_reset_goes_on(gateway: GatewayProcess, tmp_path: Path) -> None:
