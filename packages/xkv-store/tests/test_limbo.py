@@ -12,7 +12,7 @@ def ghost(generation: int, *, expires_ns: int = 100, readable: bool = True, sett
 
 
 def released(limbo: Limbo, now_ns: int, pinned: frozenset[int] = frozenset()) -> list[int]:
-    return [record.generation for record in limbo.release(now_ns, pinned)]
+    return [ghost.record.generation for ghost in limbo.release(now_ns, pinned)]
 
 
 def test_readable_until_the_grace_ends_then_released() -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .card_folder import GENERATIONS_PER_CEILING, Opened, open_folder
@@ -20,7 +20,7 @@ from .card_options import CardOptions
 from .errors import MediumError, PeerError
 from .eviction import Budget, Sieve
 from .extents import Run, SlotAllocator, place
-from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, Geometry
+from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES, Geometry
 from .index import RemoveObject, SetObject
 from .key import RANK_BYTES, ObjectKey
 from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
@@ -29,6 +29,7 @@ from .medium import Medium
 from .overlay import CommitBatch, Overlay, Present
 from .plans import GetPlan, PutPlan, PutRefusal
 from .pressure import Pressure
+from .quotas import STEPS_MIN, Account, Accounts
 from .table import CAPACITY_MIN, TableWriter
 from .testing.points import reached
 
@@ -78,6 +79,10 @@ class Card:
         self._bytes = int(opened.loaded.lengths.sum())
         self._used_slots = self.slots_total - self._free_slots()
         self._pressure = Pressure(self.slots_total, self._grace_ns)
+        self._accounts = Accounts(
+            options.quotas, slot_bytes=self.geometry.slot_bytes, grace_ns=self._grace_ns, marks=self._sieve.marks
+        )
+        self._accounts.load(opened.loaded.namespaces)
         self._commit_after_ns = 0
         self._counters: Counter[str] = Counter()
         self._logged_ns = -LOG_INTERVAL_NS
@@ -117,7 +122,8 @@ class Card:
             self._sieve.marks.set(key.tag)
             return PutRefusal.HELD
         limbo_takes = old is None or self._limbo_takes(self.geometry.fragments(old.length))
-        if self._overlay.full or not self._generation_left() or not limbo_takes:
+        may_come = limbo_takes and not self._overlay.full and self._generation_left()
+        if not (may_come and self._within_quota(key.namespace, fragments, now_ns)):
             return PutRefusal.SHED
         self._pressure.advance(now_ns)
         self._pressure.put(fragments)
@@ -138,14 +144,26 @@ class Card:
         plan = PutPlan(key, encoded, self._generation, length, family, position, fragments, extents)
         self._flying[encoded] = plan
         self._flying_slots += fragments
+        self._accounts.of(key.namespace).in_flight += fragments
         self._busy_chunks[encoded[:-RANK_BYTES]] += 1
         return plan
+
+    def _within_quota(self, namespace: bytes, slots: int, now_ns: int) -> bool:
+        """Whether the namespace may take `slots` more; where it may not, objects of its own leave."""
+        account = self._accounts.of(namespace)
+        if account.admits(slots, now_ns):
+            return True
+        self._counters["puts_over_quota"] += 1
+        self._evict_own(account, now_ns, Budget(EVICTION_STEPS_MAX))
+        return False
 
     def finish_put(self, plan: PutPlan, error: MediumError | None, now_ns: int | None = None) -> None:
         """`write` has ended: queue the index entry, or give the slots back. `now_ns`: the latest known if None."""
         now_ns = self._pressure.now_ns if now_ns is None else now_ns
         del self._flying[plan.encoded_key]
         self._flying_slots -= plan.fragments
+        account = self._accounts.of(plan.key.namespace)
+        account.in_flight -= plan.fragments
         if error is not None:
             self._counters["puts_failed"] += 1
             self._chunk_rests(plan.encoded_key)
@@ -160,6 +178,8 @@ class Card:
         self._overlay.set(plan.encoded_key, record, ghost)
         self._uncommitted[plan.generation] = plan
         self._used_slots += plan.fragments
+        account.used += plan.fragments
+        account.objects += 1
         self._objects += 1
         self._bytes += plan.length
 
@@ -216,11 +236,15 @@ class Card:
     def tick(self, now_ns: int) -> int | None:
         """Age limbo and evict ahead; in how many ns to call again at the latest (None: no need)."""
         self._pressure.advance(now_ns)
-        for record in self._limbo.release(now_ns, self._pins):
-            self._give(record.extents)
+        for ghost in self._limbo.release(now_ns, self._pins):
+            self._give(ghost.record.extents)
+            self._accounts.of(ghost.key[:NAMESPACE_BYTES]).limbo -= ghost.slots
             reached("limbo.released")
+        lacking = self._accounts.settle(now_ns)
+        for account in lacking:
+            self._evict_own(account, now_ns, Budget(max(STEPS_MIN, EVICTION_STEPS_MAX // len(lacking))))
         self._evict(now_ns)
-        if self._lacking_slots() > 0 and self._evictable():
+        if (self._lacking_slots() > 0 or any(a.used and a.lacking_slots() > 0 for a in lacking)) and self._evictable():
             return TICK_SOON_NS
         waits = []
         ends_ns = self._limbo.next_end_ns()
@@ -332,6 +356,7 @@ class Card:
             "limbo_objects": len(self._limbo),
             "table_entries": self.table.entries,
             "index_map_bytes": self._index.map_bytes(),
+            "namespaces": self._accounts.status(),
             "databases": [
                 {"path": str(database.path), "slots": database.superblock.slots, "direct": database.direct}
                 for database in self._databases
@@ -447,6 +472,10 @@ class Card:
         ghost = Ghost(encoded, record, slots, now_ns + self._grace_ns, readable)
         self._limbo.add(ghost)
         self._used_slots -= slots
+        account = self._accounts.of(encoded[:NAMESPACE_BYTES])
+        account.used -= slots
+        account.limbo += slots
+        account.objects -= 1
         self._objects -= 1
         self._bytes -= record.length
         return ghost
@@ -466,11 +495,18 @@ class Card:
 
     def _evict(self, now_ns: int) -> None:
         """Send chunks to limbo until enough slots are free or on their way, within this call's bound."""
-        budget = Budget(EVICTION_STEPS_MAX)
+        self._evict_while(self._lacking_slots, self._sieve, now_ns, Budget(EVICTION_STEPS_MAX))
+
+    def _evict_own(self, account: Account, now_ns: int, budget: Budget) -> None:
+        """The same for a namespace's quota, with its own chunks."""
+        if account.sieve is not None:
+            self._evict_while(account.lacking_slots, account.sieve, now_ns, budget)
+
+    def _evict_while(self, lacking: Callable[[], int], sieve: Sieve, now_ns: int, budget: Budget) -> None:
         view = Present(self._index, self._overlay, self._busy_chunks, self._pins)
         try:
-            while self._lacking_slots() > 0 and self._evictable():
-                chunk = self._sieve.next_chunk(view, budget)
+            while lacking() > 0 and self._evictable():
+                chunk = sieve.next_chunk(view, budget)
                 if chunk is None:
                     return
                 reached("evict.begin")

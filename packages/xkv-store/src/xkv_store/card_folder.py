@@ -148,6 +148,7 @@ def _make(options: CardOptions) -> None:
     made = _Making()
     try:
         slots = _plan_slots(options, paths, geometry)
+        options.quotas.check(slots=sum(slots), slot_bytes=geometry.slot_bytes, databases=len(paths))
         log.info("making a card of %d slots of %d bytes in %s", sum(slots), geometry.slot_bytes, folder)
         for number, (path, count) in enumerate(zip(paths, slots, strict=True)):
             superblock = new_superblock(
@@ -302,13 +303,14 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
     databases = open_databases(options)
     one = databases[0].superblock
     geometry = Geometry(one.slot_bytes)
+    slots_total = sum(database.superblock.slots for database in databases)
     try:
+        options.quotas.check(slots=slots_total, slot_bytes=one.slot_bytes, databases=len(databases))
         index, loaded, meta, rebuilt = _open_index(folder, databases, geometry, rebuild_index=rebuild_index)
     except BaseException:
         for database in databases:
             database.close()
         raise
-    slots_total = sum(database.superblock.slots for database in databases)
     log.info("card %s: %d objects in %d slots", one.card_uuid.hex(), len(loaded.tags), slots_total)
     return Opened(
         lock_fd,

@@ -5,13 +5,14 @@ Owns the options with their checks, and the place where a test puts media that f
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .database import Database
 from .errors import UserError
 from .geometry import DATABASES_MAX, Geometry
 from .index import Index
+from .quotas import Quotas
 
 GRACE_MS_DEFAULT = 5_000
 GRACE_MS_MAX = 600_000
@@ -42,6 +43,7 @@ class CardOptions:
     slot_bytes: int | None = None
     grace_ms: int = GRACE_MS_DEFAULT
     create: bool = True
+    quotas: Quotas = field(default_factory=Quotas)
 
     def __post_init__(self) -> None:
         if not 0 <= self.grace_ms <= GRACE_MS_MAX:

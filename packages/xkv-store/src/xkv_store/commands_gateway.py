@@ -23,6 +23,7 @@ from .errors import UserError
 from .gateway import Gateway, GatewayOptions
 from .geometry import DATABASES_MAX
 from .io_pool import IO_THREADS_DEFAULT, IO_THREADS_MAX
+from .quotas import Quotas
 from .sizes import format_size, parse_size_bytes
 from .tool import Tool
 
@@ -115,6 +116,13 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
         Optional[int],  # noqa: UP045
         typer.Option(help="Slot size of a new card [default: 262144]."),
     ] = None,
+    quota: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(
+            metavar="[PREFIX=]SIZE",
+            help="What each namespace may take of the card, or those whose hex form begins with PREFIX; once for each.",
+        ),
+    ] = None,
     socket_dir: SocketDir = None,
     allow_uid: Annotated[
         Optional[list[int]],  # noqa: UP045
@@ -145,6 +153,7 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
             slot_bytes=slot_bytes,
             grace_ms=grace_ms,
             create=True,
+            quotas=Quotas.parse(quota or []),
         ),
         io_threads=io_threads,
         linger_s=linger_s,

@@ -73,10 +73,14 @@ class Marks:
 
 
 class Sieve:
-    """The hand. `next_chunk` is called until enough has left."""
+    """The hand. `next_chunk` is called until enough has left.
 
-    def __init__(self, slots: int) -> None:
-        self.marks = Marks(slots)
+    `only`: with what keys begin that may leave; the hand passes over all others. Several hands may share their marks.
+    """
+
+    def __init__(self, slots: int, *, marks: Marks | None = None, only: bytes = b"") -> None:
+        self.marks = Marks(slots) if marks is None else marks
+        self._only = only
         self._hand = b""
         self._ahead: deque[tuple[bytes, bytes]] = deque()
         self._place: tuple[int, int] = (0, 0)  # the family and position that the hand is at
@@ -98,6 +102,8 @@ class Sieve:
             budget.left -= 1
             order_key, key = self._ahead.popleft()
             self._hand = order_key + b"\0"
+            if not key.startswith(self._only):
+                continue
             chunk = self._consider(view, order_key, key)
             if chunk:
                 return chunk

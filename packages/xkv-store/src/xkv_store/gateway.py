@@ -139,7 +139,7 @@ class Gateway:
         status["uptime_s"] = round(time.monotonic() - self._started_s, 1)
         desk = self._loop.status()
         status |= {**desk, "counters": {**status["counters"], **desk["counters"]}}
-        return fitting_json(status, ("sessions", "databases"))
+        return fitting_json(status, ("sessions", "databases", "namespaces"))
 
     def close(self) -> None:
         """Close the card, then give the socket up. Idempotent; also after an `open` that failed."""

@@ -56,7 +56,7 @@ class Limbo:
             del self._aging[generation]
             self._at_once[generation] = ghost
 
-    def release(self, now_ns: int, pinned: Container[int]) -> list[Record]:
+    def release(self, now_ns: int, pinned: Container[int]) -> list[Ghost]:
         """Let go of what nothing holds any more (a bounded number); its slots are the caller's to give."""
         free = [g for g in self._first(self._at_once) if g.settled and g.record.generation not in pinned]
         for ghost in self._first(self._aging):
@@ -69,7 +69,7 @@ class Limbo:
             self._at_once.pop(ghost.record.generation, None)
             self._aging.pop(ghost.record.generation, None)
             self.slots -= ghost.slots
-        return [ghost.record for ghost in free]
+        return free
 
     def next_end_ns(self) -> int | None:
         """When the oldest grace ends."""

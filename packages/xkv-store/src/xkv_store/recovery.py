@@ -54,6 +54,7 @@ class Loaded:
     fragments: U64s
     lengths: U64s
     used: Used
+    namespaces: dict[bytes, tuple[int, int]]  # objects and slots of each
 
     def allocators(self) -> list[SlotAllocator]:
         """The free slots of each database."""
@@ -77,6 +78,7 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
         columns.fragments[good],
         columns.lengths[good],
         used,
+        columns.usage(),
     )
 
 
@@ -114,6 +116,8 @@ class _Columns:
         self.tags, self.generations, self.rank_bits, self.fragments, self.lengths = (
             np.zeros(rows, np.uint64) for _ in range(5)
         )
+        self._numbers: dict[bytes, int] = {}  # of namespaces
+        self._namespaces = np.zeros(rows, np.int64)  # the number of each row's
         self._filled = 0
         self._owner: list[I64s] = []
         self._extents: list[Bytes] = []
@@ -133,6 +137,7 @@ class _Columns:
                 self.good[rows] = False
                 continue
             self.good[rows] &= data[:, _HASH_AT - 1] == hash_bytes
+            self._namespaces[rows] = self._numbers_of(data[:, :NAMESPACE_BYTES])
             front = np.zeros((len(data), 8), np.uint8)
             front[:, : min(8, hash_bytes)] = data[:, _HASH_AT : _HASH_AT + min(8, hash_bytes)]
             ranks = data[:, -2].astype(np.int64) * 256 + data[:, -1]
@@ -140,6 +145,21 @@ class _Columns:
             tags[tags == 0] = 1
             self.tags[rows] = tags
             self.rank_bits[rows] = np.uint64(1) << (ranks % RANKS_PER_ENTRY).astype(np.uint64)
+
+    def _numbers_of(self, names: Bytes) -> I64s:
+        """The number of each row's namespace. Rows come in the order of keys: namespaces in runs."""
+        new = np.concatenate(([True], (names[1:] != names[:-1]).any(axis=1)))
+        firsts = [names[row].tobytes() for row in np.flatnonzero(new).tolist()]
+        numbers = np.array([self._numbers.setdefault(name, len(self._numbers)) for name in firsts], np.int64)
+        found: I64s = numbers[np.cumsum(new) - 1]
+        return found
+
+    def usage(self) -> dict[bytes, tuple[int, int]]:
+        """Objects and slots of each namespace, of the good rows."""
+        mine, many = self._namespaces[self.good], len(self._numbers)
+        objects = np.bincount(mine, minlength=many).tolist()
+        slots = np.bincount(mine, weights=self.fragments[self.good], minlength=many).astype(np.int64).tolist()
+        return {name: (objects[number], slots[number]) for name, number in self._numbers.items() if objects[number]}
 
     def _add_records(self, records: list[bytes]) -> None:
         """Generations, lengths and extents."""
