@@ -7,6 +7,7 @@ counted (`development/`), a release's number (`matrix/targets.toml` has them), o
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -36,6 +37,7 @@ BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
 ENGINE_TESTS = "tests/test_stack_*.py"
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
+CAMPAIGN_S = 60  # of requests, for each release of a bare run
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
 
 nox.needs_version = ">=2024.4.15"
@@ -182,6 +184,37 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session
+def faults(session: nox.Session) -> None:
+    """Real engines while all beneath them fails: -- --target RELEASE --seconds N --seed S [--canary] [--json].
+
+    Without arguments: a short campaign on every supported release, and a canary on the newest.
+    """
+    if not session.posargs:
+        for target in SUPPORTED:
+            with recorded(session, "faults", target.release) as result:
+                _campaign(session, result, target, f"--seconds={CAMPAIGN_S}")
+                if target is SUPPORTED[-1]:
+                    _campaign(session, result, target, f"--seconds={CAMPAIGN_S}", "--canary")
+        return
+    parser = argparse.ArgumentParser(prog="nox -s faults --", allow_abbrev=False)
+    parser.add_argument("--target", metavar="RELEASE", help="which release (the newest supported)")
+    options, rest = parser.parse_known_args(session.posargs)
+    target = _target(session, options.target)
+    with recorded(session, "faults", target.release) as result:
+        result.arguments = list(session.posargs)
+        _campaign(session, result, target, *rest)
+
+
+def _campaign(session: nox.Session, result: Result, target: Target, *options: str) -> None:
+    """Run one campaign with the release installed; its last line is the outcome's."""
+    line = [of_target(session, target), "-m", "campaign", *options]
+    paths = os.pathsep.join(str(ROOT / path) for path in ("tests", "matrix"))
+    env = environ({**engine_env(target.release), "PYTHONPATH": paths})
+    done = subprocess.run(line, env=env, cwd=ROOT, check=False)
+    result.add({"passed" if done.returncode == 0 else "failed": 1})
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Ratios against fio and the lookup's time; figures, not tests."""
     if shutil.which("fio") is None:
@@ -200,6 +233,7 @@ EXPECTED = (
     *(("contracts", target.release) for target in ALL),  # some two seconds each once the wheels are there
     *(("stack", target.release) for target in SUPPORTED),
     *(("vendored", target.release) for target in SUPPORTED),
+    *(("faults", target.release) for target in SUPPORTED),
     *(("demo", target.release) for target in SUPPORTED[-1:]),
     ("bench", None),
 )
@@ -208,8 +242,8 @@ FIGURES = ("bench",)  # they decide nothing
 
 
 def _nox_name(name: str, target: str | None) -> str:
-    """Give what nox calls it: a demo's release is an argument of its own."""
-    return name if name == "demo" else title(name, target)
+    """Give what nox calls it: the release of some sessions is an argument of their own."""
+    return name if name in ("demo", "faults") else title(name, target)
 
 
 def _matrix(session: nox.Session, *command: str) -> int:
@@ -253,8 +287,8 @@ def gate(session: nox.Session) -> None:
 @nox.session(default=False)
 def everything(session: nox.Session) -> None:
     """A bare run, and the stack of every followed release that can be installed."""
-    for name, target in (*EXPECTED, *BEYOND_CI, ("gate", None)):
-        session.notify(_nox_name(name, target), posargs=())
+    for name in dict.fromkeys(_nox_name(*row) for row in (*EXPECTED, *BEYOND_CI, ("gate", None))):
+        session.notify(name, posargs=())
 
 
 @nox.session(default=False)
@@ -344,4 +378,4 @@ def without_torch_hashes(text: str) -> str:
     return re.sub(r"(?m)^(torch==\S+)(?: \\\n(?:    --hash=\S+(?: \\)?\n)+)", r"\1\n", text)
 
 
-nox.options.sessions = [*(_nox_name(name, target) for name, target in EXPECTED), "gate"]
+nox.options.sessions = [*dict.fromkeys(_nox_name(name, target) for name, target in EXPECTED), "gate"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from stand.engines import Engine, EngineConfig, EngineServer, Generation
 from stand.models import Shape, prompt
@@ -18,7 +18,6 @@ from xkv_matrix.targets import Target, find_target
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from stand.gateways import EmbeddedCard, Gateway
 
 TARGET_VARIABLE = "XKV_TARGET"  # the release as matrix/targets.toml calls it; nox sets it
 PROMPT_TOKENS = 900  # 28 whole blocks of 32 and a rest; more than one chunk of 16 blocks
@@ -26,6 +25,14 @@ OUTPUT_TOKENS = 16
 RETURN_S_MAX = 30.0  # until an engine uses a gateway that has come back
 
 Prompts = list[list[int]]
+
+
+class Card(Protocol):
+    """A card that a gateway serves."""
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The keys by which an engine finds it."""
 
 
 def target() -> Target:
@@ -62,9 +69,7 @@ class Stand:
         """An engine without offloading."""
         return EngineConfig(**{"model": self.model(shape), **settings})
 
-    def offloading(
-        self, shape: Shape, card: Gateway | EmbeddedCard, *, blocks_per_chunk: int, **settings: Any
-    ) -> EngineConfig:
+    def offloading(self, shape: Shape, card: Card, *, blocks_per_chunk: int, **settings: Any) -> EngineConfig:
         """An engine that stores to and restores from `card`."""
         config = self.config(shape, **settings)
         chunk = {"blocks_per_chunk": blocks_per_chunk}

@@ -128,6 +128,16 @@ class Witness:
         scheduler.schedule = counted_schedule
 
 
+def _answer_of(output: Any, *, margins: bool) -> Message:
+    """What a request has so far; `margin`: the least lead of a token over the next likely one, in log-probability."""
+    found = output.outputs[0]
+    margin = None
+    if margins:
+        ranked = [sorted((one.logprob for one in step.values()), reverse=True) for step in found.logprobs]
+        margin = min((first - second for first, second, *_ in ranked), default=None)
+    return {"tokens": list(found.token_ids), "finish_reason": found.finish_reason, "margin": margin}
+
+
 def _connector_class() -> Any:
     """The connector as vLLM defines it."""
     module = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
@@ -173,6 +183,7 @@ class EngineChild:
         """Carry out one request."""
         operations: dict[str, Callable[[Message], Message]] = {
             "generate": self._generate,
+            "serve": self._serve,
             "counters": self._counters,
             "zero_loads": self._zero_loads,
             "reset_prefix": self._reset_prefix,
@@ -202,6 +213,43 @@ class EngineChild:
             "computed_prompt_tokens": scheduled - max(0, generated - len(outputs)),
             "counters": self._counters(request),
         }
+
+    def _serve(self, request: Message) -> Message:
+        """Serve requests that come at their step and may be aborted at another, as a serving loop does."""
+        from vllm import SamplingParams  # noqa: PLC0415 - nothing but the server itself may import vLLM
+
+        reset = not request["reset_prefix"] or bool(self._llm.reset_prefix_cache())
+        engine = self._llm.llm_engine
+        coming = sorted(request["requests"], key=lambda one: one["at_step"])
+        aborts = {one["id"]: one["abort_step"] for one in coming if one["abort_step"] is not None}
+        sampling = {"temperature": 0, "max_tokens": request["max_tokens"], "ignore_eos": True, "detokenize": False}
+        answers: dict[str, Message] = {}
+        open_ids: set[str] = set()
+        deadline, step = time.monotonic() + request["seconds_max"], 0
+        while coming or open_ids:
+            while coming and coming[0]["at_step"] <= step:
+                one = coming.pop(0)
+                params = SamplingParams(**sampling, logprobs=2 if request["margins"] else None)
+                engine.add_request(one["id"], {"prompt_token_ids": one["prompt"]}, params)
+                answers[one["id"]] = {"tokens": [], "finish_reason": None, "margin": None}
+                open_ids.add(one["id"])
+            for name in [name for name in open_ids if aborts.get(name, step + 1) <= step]:
+                engine.abort_request([name])
+                open_ids.discard(name)
+                answers[name]["finish_reason"] = "abort"
+            outputs = engine.step()
+            for output in outputs:
+                if output.request_id in open_ids:
+                    answers[output.request_id].update(_answer_of(output, margins=request["margins"]))
+                    if output.finished:
+                        open_ids.discard(output.request_id)
+            if not outputs:
+                time.sleep(STEP_PAUSE_S)
+            if time.monotonic() > deadline:
+                break
+            step += 1
+        drained = not open_ids and self._drain(request)["drained"]
+        return {"answers": answers, "drained": drained, "reset": reset, "counters": self._counters(request)}
 
     def _drain(self, _request: Message) -> Message:
         """Step until the connector's last jobs are submitted and reported, as a serving loop does when idle."""

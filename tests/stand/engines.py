@@ -15,11 +15,12 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -130,6 +131,35 @@ class Generation:
     counters: Counters
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request of a service: the engine's step at which it comes, and the one at which it is aborted."""
+
+    id: str
+    prompt: list[int]
+    at_step: int = 0
+    abort_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a request got; `finish_reason` None: it had no end in time. `margin`: see `Engine.begin_serve`."""
+
+    tokens: list[int]
+    finish_reason: str | None
+    margin: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """The answers to a service's requests. `drained`: no transfer is left; `reset`: the prefixes were forgotten."""
+
+    answers: dict[str, Answer]
+    drained: bool
+    reset: bool
+    counters: Counters
+
+
 class Engine:
     """One running engine. Made by `EngineServer.engine`."""
 
@@ -180,6 +210,37 @@ class Engine:
         """Greedy answers to `prompts`, after which every store job has been submitted and reported."""
         self.begin_generate(prompts, max_tokens=max_tokens)
         return self.finish_generate()
+
+    def begin_serve(
+        self,
+        requests: Sequence[Request],
+        *,
+        max_tokens: int,
+        seconds_max: float = REQUEST_S_MAX,
+        reset_prefix: bool = False,
+        margins: bool = False,
+    ) -> None:
+        """Send requests, with the steps at which they come and are aborted, without waiting.
+
+        `margins`: say for each answer by how much (log-probability) its tokens were ahead of the next likely ones.
+        """
+        self._send(
+            {
+                "op": "serve",
+                "requests": [asdict(request) for request in requests],
+                "max_tokens": max_tokens,
+                "seconds_max": seconds_max,
+                "reset_prefix": reset_prefix,
+                "margins": margins,
+            }
+        )
+
+    def finish_serve(self, seconds_max: float = REQUEST_S_MAX) -> Service:
+        """The answers to `begin_serve`. Its counters are those added since the last answer."""
+        answer = self._receive(seconds_max)
+        counters = self._advance(answer.pop("counters"))
+        answers = {name: Answer(**one) for name, one in answer.pop("answers").items()}
+        return Service(answers=answers, counters=counters, **answer)
 
     def _advance(self, message: dict[str, Any]) -> Counters:
         now = Counters(seen=message["seen"], product=message["product"])

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from .. import card  # noqa: TID252  the package may have another name
+from .. import medium  # noqa: TID252  the package may have another name
 from ..card_options import MEDIA  # noqa: TID252
 from ..database import Database, Mover, aligned  # noqa: TID252
 from ..errors import MediumError  # noqa: TID252
@@ -323,19 +323,19 @@ def put_under(injector: Injector) -> None:
     """Every card that this process makes or opens from now on has the injector's medium."""
     MEDIA.database, MEDIA.index = faulty_database(injector), faulty_index(injector)
     if not injector.plan.proves:
-        vars(card)["prove"] = _take_as_it_comes
+        vars(medium)["prove"] = _take_as_it_comes
 
 
 @contextmanager
 def under(plan: FaultPlan | Injector) -> Iterator[Injector]:
     """Cards made or opened in this block have the plan's medium, also after it. A plan in action goes on."""
-    former = MEDIA.database, MEDIA.index, vars(card)["prove"]
+    former = MEDIA.database, MEDIA.index, vars(medium)["prove"]
     injector = plan if isinstance(plan, Injector) else Injector(plan)
     put_under(injector)
     try:
         yield injector
     finally:
-        MEDIA.database, MEDIA.index, vars(card)["prove"] = former
+        MEDIA.database, MEDIA.index, vars(medium)["prove"] = former
 
 
 def _take_as_it_comes(*_: object) -> None:
