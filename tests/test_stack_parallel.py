@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,6 +45,7 @@ RANKS = 2
 PARALLEL = {"tensor_parallel_size": RANKS}
 BLOCKS_PER_CHUNK = 2
 CHUNKS = PROMPT_TOKENS // (32 * BLOCKS_PER_CHUNK)
+OWN_CONNECTOR = ("XkvOffloadingConnector", "xkv_offload.connector")
 DAMAGED = 9  # the chunk of which one rank's object is damaged: what comes before it stays a prefix
 
 
@@ -106,14 +108,14 @@ def test_two_ranks(stand: Stand, tmp_path: Path) -> None:
             LLAMA, gateway, blocks_per_chunk=BLOCKS_PER_CHUNK, llm=PARALLEL, load_failure_policy="fail"
         )
         with two_ranks(stand, config) as first:
+            assert first.description["own_connector_methods"], "vLLM's own class hears of failed loads"
             assert store(first, asked, expected) == RANKS * CHUNKS
             assert gateway.status()["objects"] == RANKS * CHUNKS, "an object for each rank"
             _one_ranks_object_is_damaged(first, tmp_path / "card", asked, expected)
 
-        config = stand.offloading(
-            LLAMA, gateway, blocks_per_chunk=BLOCKS_PER_CHUNK, llm=PARALLEL, load_failure_policy="recompute"
-        )
+        config = replace(config, load_failure_policy="recompute", connector=OWN_CONNECTOR)
         with two_ranks(stand, config) as second:
+            assert second.description["own_connector_methods"] == [], "ours does, and vLLM's class stays as it is"
             restored = generate(second, asked)
             assert_restored(restored, expected)
             assert restored.counters.product["load_objects"] == RANKS * CHUNKS

@@ -8,6 +8,7 @@ The ranks are processes that vLLM itself spawns: each imports everything anew, w
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ from stand.engine_server import EngineChild, Witness
 if TYPE_CHECKING:
     from stand.engine_server import Message
 
-RANK_VARIABLE = "XKV_STAND_RANK"  # what each rank's witness watches and reads: module, spec, module of the counters
+# What each rank's witness imports, watches and reads, as JSON: modules in vLLM's order, spec, module of the counters.
+RANK_VARIABLE = "XKV_STAND_RANK"
 
 
 class ParallelChild(EngineChild):
@@ -30,9 +32,10 @@ class ParallelChild(EngineChild):
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = _a_core_for_each(arguments["tensor_parallel_size"])
         arguments["worker_extension_cls"] = "stand.rank_witness.RankWitness"
         if request["kv_transfer_config"] is not None:
-            extra = request["kv_transfer_config"]["kv_connector_extra_config"]
-            names = (extra["spec_module_path"], extra["spec_name"], request["counters_module"])
-            os.environ[RANK_VARIABLE] = " ".join(names)
+            transfer = request["kv_transfer_config"]
+            extra, own_connector = transfer["kv_connector_extra_config"], transfer["kv_connector_module_path"]
+            modules = [*([own_connector] if own_connector else ()), extra["spec_module_path"]]
+            os.environ[RANK_VARIABLE] = json.dumps([modules, extra["spec_name"], request["counters_module"]])
         self._llm = self._build(request)
         core = self._llm.llm_engine.engine_core.engine_core
         self._scheduler = core.scheduler
@@ -42,6 +45,7 @@ class ParallelChild(EngineChild):
             "model_runner": " beside ".join(one["model_runner"] for one in ranks),
             "groups": len(core.scheduler.kv_cache_config.kv_cache_groups),
             "ranks": [one["pid"] for one in ranks],
+            "own_connector_methods": sorted({name for one in ranks for name in one["own_connector_methods"]}),
             "block_size": int(self._llm.llm_engine.vllm_config.cache_config.block_size),
         }
 
@@ -52,7 +56,7 @@ class ParallelChild(EngineChild):
         found = super()._counters(request)
         for rank in self._ranks():
             for what, own in found.items():
-                total = Counter(own)
+                total: Counter[str] = Counter(own)
                 total.update(rank[what])
                 found[what] = dict(total)
         return found

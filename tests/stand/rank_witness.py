@@ -9,18 +9,20 @@ vLLM imports this module in each worker (`worker_extension_cls`), before the wor
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from typing import Any
 
-from stand.engine_server import Witness
+from stand.engine_server import LOAD_ERROR_METHODS, Witness, _connector_class
 from stand.parallel_child import RANK_VARIABLE
 
 WITNESS = Witness()
 COUNTERS: dict[str, int] = {}
 
-if names := os.environ.get(RANK_VARIABLE, "").split():
-    spec_module, spec_name, counters_module = names
-    WITNESS.watch_spec(getattr(importlib.import_module(spec_module), spec_name))
+if text := os.environ.get(RANK_VARIABLE):
+    modules, spec_name, counters_module = json.loads(text)
+    *_, spec_module = [importlib.import_module(name) for name in modules]
+    WITNESS.watch_spec(getattr(spec_module, spec_name))
     COUNTERS = importlib.import_module(counters_module).PROCESS_COUNTERS
 
 
@@ -35,6 +37,7 @@ class RankWitness:
         return {
             "pid": os.getpid(),
             "model_runner": f"{runner.__module__}.{runner.__qualname__}",
+            "own_connector_methods": sorted(vars(_connector_class()).keys() & LOAD_ERROR_METHODS),
             "seen": dict(WITNESS.counts),
             "product": dict(COUNTERS),
         }

@@ -434,7 +434,7 @@ def gateway_that(state: str, gateway: GatewayProcess, worker: XkvWorker) -> Iter
             gateway.signal(signal.SIGCONT)
 
 
-BELIEVED = {"heartbeat_timeout_ms": 3_600_000}  # as within the heartbeat's bound: one that stands still is given work
+BELIEVED_MS = 3_600_000  # as within the heartbeat's bound: one that stands still is given work
 every_gateway = pytest.mark.parametrize("state", ["lives", "stands still", "is dead"])
 
 # Calls that may wait for somebody else, as the interpreter names them. A lock that is taken by `with` is none of
@@ -463,7 +463,7 @@ def test_a_submit_makes_no_call_that_waits(gateway: GatewayProcess, tmp_path: Pa
     with worker_on(tmp_path, engine="a") as (first, _):
         store(first, [1, 2])
     with (
-        worker_on(tmp_path, engine="b", poisoned=True, **BELIEVED) as (worker, _),
+        worker_on(tmp_path, engine="b", poisoned=True, heartbeat_timeout_ms=BELIEVED_MS) as (worker, _),
         gateway_that(state, gateway, worker),
     ):
         calls = foreign_calls(lambda: worker.submit_load(1, spec([1, 2]), whole(1, 2)))
@@ -483,7 +483,10 @@ def test_the_list_of_calls_that_wait_has_teeth() -> None:
 @every_gateway
 def test_submits_take_less_than_a_millisecond(gateway: GatewayProcess, tmp_path: Path, state: str) -> None:
     """More stores than the ring holds: those beyond it are shed and counted, and the backlog is the ring's at most."""
-    with worker_on(tmp_path, load_timeout_s=0.3, **BELIEVED) as (worker, _), gateway_that(state, gateway, worker):
+    with (
+        worker_on(tmp_path, load_timeout_s=0.3, heartbeat_timeout_ms=BELIEVED_MS) as (worker, _),
+        gateway_that(state, gateway, worker),
+    ):
         jobs, taken_s = 300, []
         for job in range(jobs):
             begun = time.perf_counter()
@@ -540,7 +543,7 @@ def test_a_wait_lasts_as_long_as_the_copies_alone(
     with worker_on(tmp_path, engine="a") as (first, _):
         store(first, [1])
     with (
-        worker_on(tmp_path, engine="b", poisoned=True, **BELIEVED) as (worker, _),
+        worker_on(tmp_path, engine="b", poisoned=True, heartbeat_timeout_ms=BELIEVED_MS) as (worker, _),
         gateway_that(state, gateway, worker),
     ):
         worker.submit_store(3, whole(9, 1), spec([6]))

@@ -8,7 +8,6 @@ that life still lands in.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from xkv_store import client as client_module
-from xkv_store import wire
+from xkv_store import client_connection, wire
 from xkv_store.attachment import RETRY_MS_MAX, RETRY_MS_MIN, Attachment
 from xkv_store.client import Client, GetObject, PutObject
 from xkv_store.errors import UserError
@@ -138,59 +137,68 @@ def status_of(gateway: GatewayProcess) -> dict[str, object]:
 # --- gateways that are back at once --------------------------------------------------------------------------
 
 
+def await_life(client: Client, life: int) -> None:
+    wait_until(lambda: client.epoch == life and client.alive())
+
+
+def put_whole(client: Client, number: int) -> None:
+    answers: list[StoredObject] = []
+    put(client, number, answers)
+    wait_until(lambda: answers)
+    assert answers == [StoredObject(0, StoreStatus.CONFIRMED)]
+
+
+@contextmanager
+def answered_as_lost(gateway: GatewayProcess, client: Client, *, puts: int, gets: int) -> Iterator[None]:
+    """A put and a get that have begun when the gateway is killed in this block: each is answered once."""
+    gateway.hold("put.before_write")
+    gateway.hold("get.before_read")
+    reached = gateway.times_reached("get.before_read")
+    stored: list[StoredObject] = []
+    loaded: list[LoadedObject] = []
+    put(client, puts, stored)
+    slots = get(client, gets, loaded)
+    gateway.await_point("get.before_read", reached + 1)
+    yield
+    wait_until(lambda: stored and loaded)
+    assert stored == [StoredObject(0, StoreStatus.SHED)]
+    assert loaded == [LoadedObject(0, LoadStatus.FAILED, 0, 0)]
+    client.load_region.give(slots)
+
+
 def test_lives_that_follow_each_other_faster_than_any_heartbeat_tells(tmp_path: Path) -> None:
     """The heartbeat's bound is an hour: the end of the connection, boot id and epoch alone tell the lives apart."""
-    confirmed: set[int] = set()
-    numbers = itertools.count()
+    lives = 3
     boots = set()
     with ExitStack() as stack:
         gateway = stack.enter_context(running_gateway(tmp_path))
         client = stack.enter_context(attached(attachment_to(gateway, heartbeat_timeout_ms=3_600_000)))
         ring, page = client.ring, client.control
-        for life in range(1, 4):
-            wait_until(lambda life=life: client.epoch == life and client.alive())
+        for life in range(1, 1 + lives):
+            await_life(client, life)
             assert page.epoch == life
             boots.add(page.boot_id)
-            for number in sorted(confirmed):
-                assert read(client, number) == content_of(number), "confirmed by an earlier life"
-                assert client.table.lookup(key_of(number).tag) is not None
-
-            whole = next(numbers)
-            answers: list[StoredObject] = []
-            put(client, whole, answers)
-            wait_until(lambda answers=answers: answers)
-            assert answers == [StoredObject(0, StoreStatus.CONFIRMED)]
-            confirmed.add(whole)
-
-            gateway.hold("put.before_write")
-            gateway.hold("get.before_read")
-            reached = gateway.times_reached("get.before_read")
-            lost_puts: list[StoredObject] = []
-            lost_gets: list[LoadedObject] = []
-            put(client, next(numbers), lost_puts)
-            slots = get(client, whole, lost_gets)
-            gateway.await_point("get.before_read", reached + 1)
+            for earlier in range(1, life):
+                assert client.table.lookup(key_of(earlier).tag) is not None
+                assert read(client, earlier) == content_of(earlier), "confirmed by an earlier life"
+            put_whole(client, life)
             table = client.table
-            gateway.kill()
-            gateway = stack.enter_context(running_gateway(tmp_path))
-
-            wait_until(lambda lost_puts=lost_puts, lost_gets=lost_gets: lost_puts and lost_gets)
-            assert lost_puts == [StoredObject(0, StoreStatus.SHED)]
-            assert lost_gets == [LoadedObject(0, LoadStatus.FAILED, 0, 0)]
-            client.load_region.give(slots)
-            wait_until(lambda life=life: client.epoch == life + 1)
+            with answered_as_lost(gateway, client, puts=100 + life, gets=life):
+                gateway.kill()
+                gateway = stack.enter_context(running_gateway(tmp_path))
+            await_life(client, life + 1)
             assert client.table is not table, "the former life's table says nothing any more"
             assert client.store_region.free == client.store_region.count
             assert client.load_region.free == client.load_region.count
             assert client.ring is ring
             assert client.control is page
-        assert len(boots) == 3
+        assert len(boots) == lives
 
 
 def test_back_off_is_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a busy loop while there is no gateway, nor one that is back for long and unnoticed."""
     attempts: list[float] = []  # the pause before each
-    pause, dial = Client._pause, client_module.dial
+    pause, dial = Client._pause, client_connection.dial
     asked_ms = 0.0
 
     def noted_pause(client: Client, pause_ms: float) -> None:
@@ -217,7 +225,7 @@ def test_back_off_is_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.Monke
             assert attempts[0] <= RETRY_MS_MIN, "it may be back at once"
             assert attempts[5] >= RETRY_MS_MAX / 2, "the pauses grow"
             gateway = stack.enter_context(running_gateway(tmp_path))
-            wait_until(lambda life=life: client.alive() and client.epoch == life)
+            await_life(client, life)
 
 
 # --- gateways that stand still -------------------------------------------------------------------------------
@@ -239,9 +247,7 @@ def test_a_gateway_that_stands_still(tmp_path: Path) -> None:
         running_gateway(tmp_path) as gateway,
         attached(attachment_to(gateway, heartbeat_timeout_ms=HEARTBEAT_MS)) as client,
     ):
-        answers: list[StoredObject] = []
-        put(client, 1, answers)
-        wait_until(lambda: answers)
+        put_whole(client, 1)
         stored: list[StoredObject] = []
         loaded: list[LoadedObject] = []
         with stopped(gateway):
@@ -307,9 +313,7 @@ def test_a_new_engine_right_after_the_old_ones_kill(tmp_path: Path, heir: str) -
             assert memory_identity(client.ring.fd) != ring
             assert read(client, 1) in (None, content_of(1))
             wait_until(lambda: sessions(gateway) == [heir], SECOND)
-            answers: list[StoredObject] = []
-            put(client, 2, answers)
-            wait_until(lambda: answers)
+            put_whole(client, 2)
             assert read(client, 2) == content_of(2)
 
 
