@@ -21,6 +21,7 @@ from .database import Database
 from .errors import MediumError, UserError
 from .geometry import Geometry
 from .index import CLOSED, SCAN_BATCH, DamagedIndexError, Index, RemoveObject, is_doubted
+from .private_files import check_no_link
 from .recovery import Rebuilt, Used, rebuild, survey
 
 PROBE_S_MAX = 600  # of an index of ten million objects some ten seconds; a damaged one may lead in a circle
@@ -53,6 +54,7 @@ class ClosedCard:
     def open_index(self) -> Index | str:
         """The index; or what is wrong with it, so that it must be made anew. UserError for another format version."""
         folder = self.options.folder / "index"
+        check_no_link(folder)
         try:
             _check_alive(folder, sum(self.slots))
             index = MEDIA.index.open(folder, slots=sum(self.slots))

@@ -30,6 +30,7 @@ from .geometry import (
 )
 from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
 from .layout import Superblock
+from .private_files import check_no_link, open_private
 from .recovery import Loaded, fill, load, rebuild
 from .testing.points import reached
 
@@ -40,6 +41,7 @@ FREE_SPACE_SHARE = 0.8  # of what is free; the rest is the index's and other peo
 GENERATIONS_PER_CEILING = 1 << 20  # puts between two durable ceilings; numbers are not scarce, syncs are
 
 _MAKING, _INDEX = "making", "index"
+_MAKING_CHARS_MAX = 64  # a UUID in hex, with room
 _ADVICE = (
     "remove the file making if there is a whole card, remove the other files if they are worthless, "
     "or give another folder"
@@ -177,7 +179,8 @@ def _make(options: CardOptions) -> None:
 def _interrupted_making(folder: Path) -> bytes | None:
     """The uuid of a making that did not end; None without one, or where its first write was torn."""
     try:
-        found = bytes.fromhex((folder / _MAKING).read_text(encoding="ascii"))
+        with open(open_private(folder / _MAKING, os.O_RDONLY), encoding="ascii") as file:  # noqa: PTH123  a descriptor
+            found = bytes.fromhex(file.read(_MAKING_CHARS_MAX))
     except (FileNotFoundError, ValueError):
         return None
     except OSError as error:
@@ -228,7 +231,7 @@ def _mark_making(folder: Path) -> bytes:
     marker = folder / _MAKING
     card_uuid = uuid.uuid4().bytes
     try:
-        fd = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = open_private(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             os.write(fd, card_uuid.hex().encode())
             os.fsync(fd)
@@ -390,6 +393,7 @@ def _open_index(
     folder: Path, databases: Sequence[Database], geometry: Geometry, *, rebuild_index: bool
 ) -> tuple[Index, Loaded, Meta, bool]:
     """The index, read, checked and taken; made anew from the slots where it is missing or damaged."""
+    check_no_link(folder / _INDEX)
     if not rebuild_index:
         try:
             return *_load_index(folder, databases, geometry), False

@@ -22,6 +22,7 @@ import lmdb
 
 from .errors import MediumError, UserError
 from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
+from .private_files import check_no_link, open_private
 from .testing.points import reached
 
 if TYPE_CHECKING:
@@ -101,8 +102,8 @@ class DamagedIndexError(Exception):
 
 def doubt(folder: Path) -> None:
     """Leave a mark that the index in `folder` must not be opened: LMDB ends the process at some damage."""
-    with suppress(OSError):  # the mark only saves whoever opens the index next from finding out by himself
-        os.close(os.open(folder / _DOUBTED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with suppress(OSError, UserError):  # the mark only saves whoever opens the index next from finding out by himself
+        os.close(open_private(folder / _DOUBTED, os.O_WRONLY | os.O_CREAT))
 
 
 def trust(folder: Path) -> None:
@@ -139,7 +140,7 @@ class Index:
         try:
             index.set_meta(meta)
             with suppress(OSError):  # as good as it gets: ENOSPC here only means that it may come later
-                fd = os.open(folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
+                fd = open_private(folder / "data.mdb", os.O_RDWR)
                 try:
                     os.posix_fallocate(fd, 0, max(1 << 16, slots * INDEX_BYTES_PER_SLOT))
                 finally:
@@ -152,6 +153,8 @@ class Index:
     @classmethod
     def open(cls, folder: Path, *, slots: int, map_bytes: int | None = None) -> Index:
         """The existing index in `folder`; UserError for one of another format version."""
+        check_no_link(folder)
+        check_no_link(folder / "data.mdb")  # LMDB opens by name, and would follow; it makes its lock file anew
         _check_whole(folder / "data.mdb")
         index = cls._open(folder, slots, map_bytes)
         try:
