@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -386,6 +387,19 @@ def test_the_command_names_damage_and_drops_it(made: Made, capsys: pytest.Captur
     assert (total["verified"]["dropped"], total["advice"]) == (1, [])
     assert cli.main(["verify", str(made.options.folder)]) == 0
     assert "all sound" in capsys.readouterr().out
+
+
+def test_a_terminal_sees_a_bar_and_a_file_only_lines(
+    made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.flip(key_of(2))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main(["verify", str(made.options.folder)]) == 1
+    output, errors = capsys.readouterr()
+    assert "proving" in errors
+    assert "10/10" in errors
+    assert output.splitlines()[0].startswith("damaged: ")
+    assert "\x1b" not in output
 
 
 def test_a_rebuild_proves_payloads_too(made: Made, xkv: Callable[..., tuple[int, list[dict[str, Any]]]]) -> None:

@@ -246,6 +246,18 @@ def test_a_gateway_that_ends_meanwhile(
         assert gateway.wait() == (0 if how == "stop" else -signal.SIGKILL)
 
 
+def test_a_gateway_that_nobody_uses_stays_until_the_proof_has_ended(tmp_path: Path, offsets: dict[bytes, int]) -> None:
+    assert len(offsets) == OBJECTS
+    options = ("--linger-s", "0.2")
+    plan = FaultPlan((SLOW,))
+    with running_gateway(
+        tmp_path, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, options=options, faults=plan
+    ) as gateway:
+        with closing(Tool(Path(gateway.ready["socket"]))) as tool:
+            assert told(tool)[1].state is VerifyState.ENDED
+        assert gateway.wait() == 0
+
+
 def test_who_serves_the_card_is_found(
     tmp_path: Path, offsets: dict[bytes, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

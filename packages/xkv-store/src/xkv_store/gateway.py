@@ -320,7 +320,7 @@ class _Loop:
 
     def _end_when_wanted(self) -> None:
         now_s = time.monotonic()
-        if self._desk.sessions:
+        if self._desk.sessions or self._prover.running:
             self._empty_since_s = now_s
         elif self._linger_s is not None and now_s - self._empty_since_s >= self._linger_s:
             self._gateway.stop()
