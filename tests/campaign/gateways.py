@@ -44,6 +44,7 @@ STOPPED_S: Final = (1.2, 3.0)  # the same, for SIGSTOP
 STOPPED_LONG_S: Final = 60.0
 LATE_POINT_S: Final = 1.0  # a commit or an eviction may come after the batch
 FREED_S_MAX: Final = 10.0  # sessions and slots of an engine that has gone, on a busy machine
+STARTS_MAX: Final = 5  # until one comes up; most media leave a start alone
 NTH_MAX: Final = 4  # which time of reaching a point is the one
 VERSION_OFFSET: Final = 8  # of the format's version in a superblock (docs/format.md)
 INDEX_FILE: Final = "data.mdb"
@@ -110,10 +111,18 @@ class GatewayOfCampaign:
         )
 
     def start(self) -> None:
-        """A new life, on another medium."""
+        """A new life, on another medium. One that fails while a card is opened may make a start an error: then again."""
         assert self._process is None
-        self._prepare()
-        self._process = self._new()
+        refusals: list[str] = []
+        while len(refusals) < STARTS_MAX:
+            self._prepare()
+            try:
+                self._process = self._new()
+            except RuntimeError as error:
+                refusals.append(f"{self.medium}: {error}")
+            else:
+                return
+        raise AssertionError(f"no gateway comes up: {refusals}")
 
     def revive(self) -> None:
         """A new life, if the last one has ended."""
@@ -265,9 +274,12 @@ class GatewayOfCampaign:
         if len(started) == 1:
             (self._process,) = started
             return True
+        if not started:
+            self.start()  # the medium let neither of them open the card
+            return False
         for process in started:
             process.end()
-        raise AssertionError(f"of two gateways on one card {len(started)} serve")
+        raise AssertionError("two gateways serve one card")
 
     def _newer_format(self) -> bool:
         self.kill()
