@@ -111,7 +111,7 @@ class GatewayOfCampaign:
         )
 
     def start(self) -> None:
-        """A new life, on another medium. One that fails while a card is opened may make a start an error: then again."""
+        """A new life, on another medium. One that makes the start itself an error is followed by another."""
         assert self._process is None
         refusals: list[str] = []
         while len(refusals) < STARTS_MAX:
