@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xkv_store import cli
-from xkv_store.card import CardOptions, PutPlan, PutRefusal
+from xkv_store.card import CardOptions, GetPlan, PutPlan, PutRefusal
 from xkv_store.errors import MediumError, UserError
 from xkv_store.geometry import DATA_OFFSET, Geometry
 from xkv_store.key import ObjectKey
@@ -136,7 +136,7 @@ def test_it_sheds_where_it_cannot_make_room(tmp_path: Path) -> None:
     driver = CardDriver(options(tmp_path, slots_of(10)))
     assert all(put_family(driver, B, range(5)))
     assert driver.begin(key_of(A, 99), 11 * 3_072) is PutRefusal.SHED
-    pins = []
+    pins: list[GetPlan | None] = []
     while put_family(driver, A, range(len(pins), len(pins) + 1)) == [True]:
         pins.append(driver.card.begin_get(key_of(A, len(pins)), driver.now_ns))
     number = len(pins)
