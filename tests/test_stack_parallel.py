@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from stand.engines import Engine, EngineConfig
 
 pytest_plugins = ("stand.fixtures",)
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RANKS = 2
 PARALLEL = {"tensor_parallel_size": RANKS}
