@@ -202,7 +202,8 @@ def assert_exact(driver: CardDriver, quota_slots: dict[bytes, int]) -> None:
     assert sum(account.objects for account in every) == driver.card.objects
     for account in every:
         assert min(account.in_flight, account.used, account.limbo, account.objects) >= 0
-        assert account.held <= quota_slots.get(account.namespace, SLOTS)
+        total = account.in_flight + account.used + account.limbo
+        assert account.held == total <= quota_slots.get(account.namespace, SLOTS)
 
 
 STEPS = st.lists(
