@@ -42,7 +42,7 @@ def register(app: typer.Typer) -> None:
 def verify_command(  # noqa: PLR0917  each parameter is an option, and typer passes them by name
     card: Annotated[
         Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
-        typer.Argument(parser=path_option("CARD"), metavar="[CARD]", help="Folder of the card."),
+        typer.Argument(parser=path_option("CARD"), metavar="CARD", help="Folder of the card."),
     ] = None,
     drop: Annotated[bool, typer.Option("--drop", help="Take what is damaged off the card.")] = False,
     rebuild_index: Annotated[
