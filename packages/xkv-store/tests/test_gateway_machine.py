@@ -141,7 +141,7 @@ class Lease:
 
 @dataclass(eq=False)
 class Page:
-    """What is known of a control page. It may outlive its engine's processes, and be the next ones' too."""
+    """What is known of an engine's control page."""
 
     boot: bytes
     epoch: int = 1
@@ -234,7 +234,7 @@ class GatewayMachine(RuleBasedStateMachine):
         self.evicted = 0
         self.flights: dict[tuple[int, int, int], Putting] = {}  # by session, put and index, also of the dead
         self.reads: dict[tuple[int, int, int], Getting] = {}
-        self.pages: dict[tuple[int, int], Page] = {}
+        self.dead: set[tuple[int, int]] = set()  # rings of engines that were killed
         self.puts_of_life = 0
         for place in PLACES:
             self.attach(place)
@@ -326,7 +326,8 @@ class GatewayMachine(RuleBasedStateMachine):
             engine.ring = Ring.adopt(fds[0], slots=welcome.ring_slots, slot_bytes=SLOT)
             engine.control = ControlPage.attach(fds[1])
             engine.reader = DenialReader(engine.control)
-            engine.page = self.pages.setdefault(engine.control.identity, Page(welcome.boot_id))
+            engine.page = Page(welcome.boot_id)
+            assert engine.ring.identity not in self.dead, "a dead engine's ring is used again"
         else:
             same = (memory_identity(fds[0]), memory_identity(fds[1])) == (engine.ring.identity, engine.control.identity)
             for fd in fds[:2]:
@@ -498,6 +499,8 @@ class GatewayMachine(RuleBasedStateMachine):
     def kill_engine(self, engine: Engine) -> None:
         for member in [one for one in self.members if one.engine is engine]:
             self.drop(member)
+        if engine.ring is not None:
+            self.dead.add(engine.ring.identity)
         engine.close()
         self.engines[engine.name] = Engine(engine.name)
 
