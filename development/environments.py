@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from xkv_matrix.targets import Target
 
 __all__ = [
+    "DOCUMENTS_ENV",
     "MATRIX_ENV",
     "Engine",
     "dev",
@@ -42,6 +43,8 @@ __all__ = [
 ]
 
 MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
+# Where nothing of ours is installed, the matrix reads compat from the tree as well.
+DOCUMENTS_ENV = {"PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("matrix", "compat/src"))}
 ENVIRONMENTS = STATE / "envs"
 LARGE_IMPORT = "vllm.entrypoints.llm"  # nearly everything that an engine imports
 FIRST_IMPORT_S_MAX = 900  # half a minute on a quiet machine
