@@ -12,6 +12,7 @@ import pytest
 
 from development import pages, site
 from development.places import ROOT, targets
+from xkv_compat.probes import FEATURES
 from xkv_matrix.page import table_of
 
 README = """# a
@@ -97,7 +98,7 @@ def test_our_pages_can_be_put_together(tmp_path: Path) -> None:
     for row in rows:
         assert f"| {row.release} | {row.status} |" in text, "the README's table has it, and so must this page"
     lines = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(lines) == len(pages.FEATURES)
+    assert len(lines) == len(FEATURES)
     assert {line.count("●") + line.count("○") for line in lines} == {len(rows)}
 
 

@@ -78,7 +78,7 @@ def split(page: str, block: str) -> Iterator[Line]:
 
 def commands() -> list[Line]:
     """Every command of every page: what stands in blocks without a kind."""
-    found = []
+    found: list[Line] = []
     for path in pages():
         name = str(path.relative_to(ROOT))
         for block in blocks(path.read_text(), ""):
