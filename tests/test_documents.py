@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import typer.main
 
+from development.pages import prose
 from documents.lines import ROOT, Line, blocks, check_transfer_config, check_xkv, commands, pages, split
 from xkv_store import cli, sockets
 
@@ -103,6 +106,49 @@ def test_every_option_is_one_of_the_command_line(line: Line) -> None:
 def test_an_option_that_is_none_is_found(words: list[str]) -> None:
     with pytest.raises(Exception, match=r"fly|prot|card"):
         check_xkv(words)
+
+
+def _mentioned() -> list[tuple[str, str]]:
+    """What pages say of `xkv` in the middle of a sentence; `run|status` are two."""
+    found = []
+    for path in pages():
+        spans = [part.strip("` \n") for is_text, part in prose(path.read_text()) if not is_text]
+        for span in spans:
+            if span.startswith("xkv ") and "\n" not in span and "…" not in span:
+                first, *others = span.split("|")
+                stem = first.rsplit(" ", 1)[0]
+                found += [(path.name, first), *((path.name, f"{stem} {other}") for other in others)]
+    return found
+
+
+def _objection(text: str) -> str:
+    """What the command line says against a sentence's words; what a sentence leaves out is nothing against it."""
+    try:
+        check_xkv(shlex.split(text)[1:])
+    except Exception as error:  # noqa: BLE001  typer brings click's errors under names of its own
+        return "" if type(error).__name__ in ("MissingParameter", "NoArgsIsHelpError") else str(error)
+    return ""
+
+
+def test_what_a_sentence_says_of_a_command_is_so() -> None:
+    mentioned = _mentioned()
+    assert len(mentioned) > 5, "they are found"
+    assert [(page, text, _objection(text)) for page, text in mentioned if _objection(text)] == []
+    assert _objection("xkv gateway fly")
+    assert _objection("xkv gateway run --no-such")
+
+
+def test_every_command_takes_json() -> None:
+    """As the page on operations says."""
+    leaves, left = [], [("xkv", typer.main.get_command(cli.app))]
+    while left:
+        name, command = left.pop()
+        if isinstance(command, typer.core.TyperGroup):
+            left += [(f"{name} {own}", inner) for own, inner in command.commands.items()]
+        else:
+            leaves.append((name, {option for one in command.params for option in one.opts}))
+    assert len(leaves) > 3
+    assert [name for name, options in leaves if "--json" not in options] == []
 
 
 def test_a_command_of_several_lines_is_one() -> None:
