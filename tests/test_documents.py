@@ -22,6 +22,8 @@ import typer.main
 
 from development.pages import prose
 from documents.lines import ROOT, Line, blocks, check_transfer_config, check_xkv, commands, pages, split
+from xkv_offload.config_table import KEYS
+from xkv_offload.metrics import COUNTERS, METRIC_PREFIX
 from xkv_store import cli, sockets
 
 if TYPE_CHECKING:
@@ -95,6 +97,26 @@ def test_every_configuration_of_an_engine_is_one_that_it_would_take() -> None:
     for line in lines:
         flag = line.words.index("--kv-transfer-config")
         check_transfer_config(line.words[flag + 1])
+
+
+def _named(pattern: str) -> dict[str, str]:
+    """What pages name, by the first page that does."""
+    found: dict[str, str] = {}
+    for path in pages():
+        for name in re.findall(pattern, path.read_text()):
+            found.setdefault(name, path.name)
+    return found
+
+
+def test_keys_and_metrics_that_pages_name_are_there() -> None:
+    """Whoever copies a name from a page gets an error, or a query without an answer, where it has gone."""
+    keys = _named(r"[`\"](xkv\.[a-z_]+)[`\"]")
+    metrics = _named(rf"{METRIC_PREFIX}([a-z_]+)")
+    assert len(keys) > 20
+    assert len(metrics) > 4
+    own = {key.name for key in KEYS}
+    assert {name: page for name, page in keys.items() if name not in own} == {}
+    assert {name: page for name, page in metrics.items() if name not in COUNTERS} == {}
 
 
 @pytest.mark.parametrize("line", OURS, ids=lambda line: f"{line.page}: {line.text}")
