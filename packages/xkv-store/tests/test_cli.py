@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
+import xkv_store
 from xkv_store import cli
 from xkv_store.errors import UserError
 from xkv_store.sizes import format_size, parse_size_bytes
@@ -62,6 +63,10 @@ def test_what_is_no_size_says_so(text: str) -> None:
 
 def test_sizes_for_people() -> None:
     assert [format_size(n) for n in (17, 2048, 10 << 30, 3 << 19)] == ["17 B", "2 KiB", "10 GiB", "1.5 MiB"]
+
+
+def test_the_version_is_the_package_s(shell: Shell) -> None:
+    assert shell.run("--version") == (0, f"xkv {xkv_store.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
