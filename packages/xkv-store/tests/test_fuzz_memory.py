@@ -27,7 +27,7 @@ from xkv_store.testing import descriptors
 from xkv_store.testing.effort import repeats, times
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SLOT = 8_192
 RANKS = 2
@@ -212,6 +212,7 @@ def test_any_descriptors_beside_a_welcome(which: tuple[str, ...], again: tuple[s
     table = TableWriter.create(64, CARD, BOOT)
 
     def fds(kinds_of: tuple[str, ...]) -> tuple[int, ...]:
+        ours: tuple[Callable[[], int], ...]
         ours = (lambda: os.dup(ring.fd), lambda: os.dup(control.fd), table.fd_read_only)
         wanted = (16 * SLOT, page_bytes(RANKS), TABLE_ENTRIES_OFFSET + 64 * 32)
         return tuple(

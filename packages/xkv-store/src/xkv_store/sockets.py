@@ -35,6 +35,7 @@ BACKLOG: Final = 128
 SOCKET_BUFFER_BYTES: Final = 1 << 20
 """Asked for, both ways (the kernel may grant less): some 16 of the largest messages."""
 FOLDER_MODE: Final = 0o700
+SHARED_FOLDER_MODE: Final = 0o711  # others reach the socket in it, and see or write nothing
 SOCKET_MODE: Final = 0o600
 GROUP_SOCKET_MODE: Final = 0o660
 SHARED_SOCKET_MODE: Final = 0o666
@@ -59,7 +60,7 @@ def prepare_socket_dir(folder: Path, *, shared: bool = False) -> None:
     `shared`: the user opens the gateway to others, who must be able to reach the socket through it.
     """
     try:
-        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        folder.mkdir(mode=SHARED_FOLDER_MODE if shared else FOLDER_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"the socket folder {folder} cannot be made ({error.strerror}); name another with xkv.socket_dir "
