@@ -55,7 +55,7 @@ def left(engine: Engine) -> list[str]:
         found += _left("worker", rank.worker, _WORKER)
         found += [f"rank {rank.rank} waits for loads {sorted(rank.loads)}"] if rank.loads else []
         client = rank.worker.context.client
-        for region in (client.load_region, client.store_region):
+        for region in (client.lease_budget, client.store_region):
             found += [f"{region.count - region.free} slots are not free"] if region.free != region.count else []
     return found
 

@@ -29,6 +29,7 @@ from xkv_offload.worker import XkvWorker
 from xkv_store import sockets
 from xkv_store.client import Attachment, Client
 from xkv_store.control import DenialReader
+from xkv_store.ring import RingUse
 from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT, GatewayProcess, running_gateway
 from xkv_store.wire import Role
@@ -83,6 +84,7 @@ def worker_on(
             ring_bytes=ring_slots * SLOT,
             load_reserve_bytes=ring_slots * SLOT // 4,
             staged_bytes=staged_slots * SLOT,
+            ring_use=RingUse.LEASED,
             fragment_bytes=SLOT - 1024,
             connect_timeout_ms=10_000,
             heartbeat_timeout_ms=heartbeat_timeout_ms,
@@ -300,6 +302,7 @@ def scheduler_of(folder: Path, *, engine: str, ring_slots: int = 64) -> Iterator
             ring_bytes=ring_slots * SLOT,
             load_reserve_bytes=ring_slots * SLOT // 4,
             staged_bytes=None,
+            ring_use=None,
             fragment_bytes=SLOT - 1024,
             connect_timeout_ms=10_000,
             heartbeat_timeout_ms=3_000,
@@ -409,7 +412,7 @@ def test_a_stopped_gateway_delays_neither_submit_nor_wait_and_its_late_answer_to
             gateway.signal(signal.SIGCONT)
         until_confirmed(1)
         check(loaded, loaded, {})
-        region = worker.context.client.load_region
+        region = worker.context.client.lease_budget
         deadline = time.monotonic() + DEADLINE_S
         while region.free < region.count:  # the late answer gives the slots back
             assert time.monotonic() < deadline

@@ -19,6 +19,7 @@ import pytest
 
 from xkv_store import client_connection, embedded, sockets, wire
 from xkv_store.attachment import Attachment
+from xkv_store.bell import Bell
 from xkv_store.client import Client, GetObject, PutObject
 from xkv_store.control import ControlPage
 from xkv_store.embedded import EmbeddedCard
@@ -341,7 +342,7 @@ def test_whatever_fails_in_the_thread_it_goes_on(
     """Otherwise one surprise makes every lookup of this engine a miss until it is restarted."""
     failures = iter([OSError("first"), ValueError("second")])
 
-    def pause(_client: Client, _pause_ms: float) -> None:
+    def pause(_bell: Bell, _pause_ms: float) -> None:
         failure = next(failures, None)
         if failure is not None:
             raise failure
@@ -349,7 +350,7 @@ def test_whatever_fails_in_the_thread_it_goes_on(
     with serving(path):
         client = Client.attach(attachment)
     try:
-        monkeypatch.setattr(Client, "_pause", pause)
+        monkeypatch.setattr(Bell, "wait", pause)
         wait_until(lambda: "second" in caplog.text)
         with serving(path):
             wait_until(client.alive)

@@ -26,6 +26,7 @@ from xkv_store.control import page_bytes
 from xkv_store.errors import PeerError
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
+from xkv_store.ring import RingUse
 from xkv_store.testing import descriptors
 from xkv_store.testing.effort import repeats, times
 from xkv_store.testing.peer import Peer
@@ -204,6 +205,7 @@ hellos = st.builds(
     staged_bytes=st.one_of(st.none(), st.just(0), st.just(2 * SLOT), u64s),
     fragment_bytes=st.one_of(*[st.just(SLOT - 1_024)] * 5, u32s),
     pid=u32s,
+    ring_use=st.sampled_from([None, *RingUse]),
 )
 good_hellos = st.builds(
     wire.Hello,
@@ -217,6 +219,7 @@ good_hellos = st.builds(
     staged_bytes=st.sampled_from([None, 0]),
     fragment_bytes=st.just(SLOT - 1_024),
     pid=st.just(1),
+    ring_use=st.sampled_from(RingUse),
 ).filter(lambda hello: hello.role is Role.SCHEDULER or hello.staged_bytes is not None)
 put_objects = st.builds(
     wire.PutObject,
@@ -228,6 +231,7 @@ put_objects = st.builds(
     st.booleans(),
 )
 get_objects = st.builds(wire.GetObject, keys, slot_lists, u32s)
+lease_objects = st.builds(wire.LeaseObject, keys, u32s, st.integers(1, wire.SLOTS_PER_OBJECT_MAX))
 # No Stop: a tool may say it, and the gateway ends.
 messages = st.one_of(
     hellos,
@@ -237,6 +241,8 @@ messages = st.one_of(
     st.builds(wire.Put, u64s, st.lists(put_objects, min_size=1, max_size=3).map(tuple)),
     st.builds(wire.Get, u64s, st.lists(get_objects, min_size=1, max_size=3).map(tuple)),
     st.builds(wire.Get, u64s, st.lists(get_objects, min_size=1, max_size=3).map(tuple)),
+    st.builds(wire.Lease, u64s, st.lists(lease_objects, min_size=1, max_size=3).map(tuple)),
+    st.builds(wire.Release, u64s, st.lists(u32s, min_size=1, max_size=3).map(tuple)),
     st.builds(wire.Touch, st.lists(u64s, max_size=5).map(tuple)),
     st.builds(wire.Cancel, u64s),
     st.builds(wire.AskStatus, u64s),
@@ -255,7 +261,18 @@ anything = st.recursive(
     max_leaves=8,
 )
 TAGS = [
-    message.__name__ for message in (wire.Hello, wire.Put, wire.Get, wire.Touch, wire.Cancel, wire.Welcome, wire.Stored)
+    message.__name__
+    for message in (
+        wire.Hello,
+        wire.Put,
+        wire.Get,
+        wire.Lease,
+        wire.Release,
+        wire.Touch,
+        wire.Cancel,
+        wire.Welcome,
+        wire.Stored,
+    )
 ]
 
 

@@ -48,7 +48,7 @@ from xkv_store.overlay import Overlay
 from xkv_store.ring import Ring, memory_identity
 from xkv_store.session import GatewaySession, LocalProtocolError, State
 from xkv_store.testing.effort import repeats, times
-from xkv_store.testing.steps import Clock, StepGateway, told_by, work_of
+from xkv_store.testing.steps import Clock, StepGateway, told_by, works_of
 from xkv_store.transfers import Transfers
 from xkv_store.wire import LoadStatus, RefusedCode, Role, StoreStatus
 
@@ -101,10 +101,9 @@ def data_of(version: int, length: int) -> bytes:
     return (version.to_bytes(4, "little") * (length // 4 + 1))[:length]
 
 
-def number_of(job: Job) -> int:
-    """The put's or get's."""
-    work = work_of(job)
-    return int(work.put if job.lane is Lane.STORE else work.get)
+def numbers_of(job: Job) -> set[int]:
+    """The puts' or gets'."""
+    return {work.put if job.lane is Lane.STORE else work.number for work in works_of(job)}
 
 
 @dataclass(eq=False)
@@ -432,7 +431,7 @@ class GatewayMachine(RuleBasedStateMachine):
 
     def flying(self) -> set[ObjectKey]:
         jobs = [*self.gateway.pool.waiting, *self.gateway.pool.begun]
-        return {work_of(job).plan.key for job in jobs if job.lane is Lane.STORE}
+        return {work.plan.key for job in jobs if job.lane is Lane.STORE for work in works_of(job)}
 
     def readable(self, key: ObjectKey) -> tuple[set[int], bool]:
         """(generations that a get may find now, whether it must find one)."""
@@ -678,7 +677,7 @@ class GatewayMachine(RuleBasedStateMachine):
         pool = self.gateway.pool
 
         def wanted(jobs: list[Job]) -> list[int]:
-            return [at for at, job in enumerate(jobs) if number in {None, number_of(job)}]
+            return [at for at, job in enumerate(jobs) if number is None or number in numbers_of(job)]
 
         while wanted(pool.waiting):
             pool.begin(wanted(pool.waiting)[0])
@@ -689,23 +688,22 @@ class GatewayMachine(RuleBasedStateMachine):
         error = {"fail": MediumError(errno.EIO, "test"), "no memory": MediumError(errno.ENOMEM, "test")}.get(what)
         pool = self.gateway.pool
         begun = pool.begun[which % len(pool.begun)]
-        if begun.lane is Lane.LOAD:
-            work = work_of(begun)
-            getting = self.reads[work.party.answers.number, work.get, work.index]
+        works = works_of(begun)
+        for work in works if begun.lane is Lane.LOAD else []:
+            getting = self.reads[work.party.answers.number, work.number, work.index]
             getting.failing |= error is not None
             getting.cancelled |= work.cancelled
         with pytest.MonkeyPatch.context() as patch:
             if what == "lost":
                 patch.setattr(Database, "write", lambda *_: None)  # the medium says that it has written
             job = pool.end(which, error)
-        work = work_of(job)
         if job.lane is Lane.STORE and job.error is None:
-            self.written(work, lost=what == "lost")
-        elif job.lane is Lane.LOAD and job.error is not None:
-            generation, key = work.plan.generation, work.plan.key
+            self.written(works[0], lost=what == "lost")
+        elif job.lane is Lane.LOAD and job.error is not None and works:
+            generation, key = works[0].plan.generation, works[0].plan.key
             is_corrupt = isinstance(job.error, CorruptObject)
             assert generation in self.damaged or error is not None, "sound bytes were called corrupt"
-            if is_corrupt or (what == "fail" and not work.cancelled):
+            if is_corrupt or what == "fail":
                 self.left[key].pop(generation, None)
                 if self.present.get(key) == generation:
                     del self.present[key]
@@ -769,11 +767,11 @@ class GatewayMachine(RuleBasedStateMachine):
     def damage(self, which: int, how: str) -> None:
         """A slot of an object is another: some byte of it, or all of it is what its key had there before."""
         pool, card = self.gateway.pool, self.gateway.card
-        jobs = [job for job in (*pool.waiting, *pool.begun) if job.lane is Lane.LOAD]
+        jobs = [job for job in (*pool.waiting, *pool.begun) if job.lane is Lane.LOAD and works_of(job)]
         keys = [key for key in KEYS if key in self.present]
         record: Record | None
         if how == "read" and jobs:  # it may have been replaced meanwhile
-            plan = work_of(jobs[which % len(jobs)]).plan
+            plan = works_of(jobs[which % len(jobs)])[0].plan
             key, record = plan.key, Record(plan.generation, plan.length, plan.family, plan.position, plan.extents)
         elif how != "read" and keys:
             key = keys[which % len(keys)]

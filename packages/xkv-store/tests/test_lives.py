@@ -23,6 +23,7 @@ import pytest
 from xkv_store import client as client_module
 from xkv_store import client_connection, wire
 from xkv_store.attachment import RETRY_MS_MAX, RETRY_MS_MIN, Attachment
+from xkv_store.bell import Bell
 from xkv_store.client import Client, GetObject, PutObject
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES, Geometry
@@ -198,13 +199,13 @@ def test_lives_that_follow_each_other_faster_than_any_heartbeat_tells(tmp_path: 
 def test_back_off_is_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a busy loop while there is no gateway, nor one that is back for long and unnoticed."""
     attempts: list[float] = []  # the pause before each
-    pause, dial = Client._pause, client_connection.dial
+    pause, dial = Bell.wait, client_connection.dial
     asked_ms = 0.0
 
-    def noted_pause(client: Client, pause_ms: float) -> None:
+    def noted_pause(bell: Bell, pause_ms: float) -> None:
         nonlocal asked_ms
         asked_ms += pause_ms
-        pause(client, pause_ms)
+        pause(bell, pause_ms)
 
     def noted_dial(attachment: Attachment) -> object:
         nonlocal asked_ms
@@ -215,7 +216,7 @@ def test_back_off_is_bounded_both_ways(tmp_path: Path, monkeypatch: pytest.Monke
     with ExitStack() as stack:
         gateway = stack.enter_context(running_gateway(tmp_path))
         client = stack.enter_context(attached(attachment_to(gateway)))
-        monkeypatch.setattr(Client, "_pause", noted_pause)
+        monkeypatch.setattr(Bell, "wait", noted_pause)
         monkeypatch.setattr(client_module, "dial", noted_dial)
         for life in (2, 3):
             attempts.clear()

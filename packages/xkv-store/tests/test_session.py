@@ -9,11 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from xkv_store import session as actions
+from xkv_store import session as session_module
+from xkv_store import session_actions as actions
 from xkv_store import wire
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
-from xkv_store.session import Event, GatewaySession, LocalProtocolError, State
+from xkv_store.session import PERMITTED, TRANSITIONS, Event, GatewaySession, LocalProtocolError, State
 from xkv_store.wire import LoadStatus, RefusedCode, Role, StoreStatus
 
 GEOMETRY = Geometry()
@@ -161,12 +162,19 @@ def test_each_role_says_what_is_its_to_say(role: Role, kind: type) -> None:
     """A scheduler that wrote, or a rank that stopped the gateway, would be a confused or a hostile client."""
     session = attached(role)
     done = session.receive(wire.encode(MESSAGES[kind]))
-    if kind in actions.PERMITTED[role]:
+    if kind in PERMITTED[role]:
         assert session.state is State.ATTACHED
     else:
         assert refusal(done) is RefusedCode.PROTOCOL
         assert session.state is State.CLOSED
-    assert wire.Hello not in actions.PERMITTED[role]
+    assert wire.Hello not in PERMITTED[role]
+
+
+def test_only_ranks_hold_slots_of_a_shared_region_and_only_where_there_is_one() -> None:
+    """Anybody else would hold what no share provides for."""
+    for role in Role:
+        for message in (wire.Lease(1, (wire.LeaseObject(key(), 0, 1),)), wire.Release(1, (0,))):
+            assert refusal(attached(role).receive(wire.encode(message))) is RefusedCode.PROTOCOL
 
 
 def test_plain_messages_become_actions() -> None:
@@ -239,7 +247,7 @@ def test_a_put_of_the_wrong_number_of_slots_is_invalid() -> None:
 
 
 def test_a_client_that_floods_is_shed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(actions, "OBJECTS_PER_SESSION_MAX", 2)
+    monkeypatch.setattr(session_module, "OBJECTS_PER_SESSION_MAX", 2)
     session = attached()
     done = session.receive(put(1, put_object(10), put_object(11), put_object(12)))
     assert done[0] == actions.Send(wire.Stored(1, (wire.StoredObject(2, StoreStatus.SHED),)))
@@ -298,9 +306,9 @@ def test_misuse_is_told_apart_from_the_peers_faults() -> None:
 def test_the_table_names_every_way_out() -> None:
     """From every state but the last a lost peer must lead to the end."""
     for state in State:
-        assert (state, Event.PEER_GONE) in actions.TRANSITIONS
-        assert (state, Event.DRAIN) in actions.TRANSITIONS
-    assert {to for (at, _), to in actions.TRANSITIONS.items() if at is State.CLOSED} == {State.CLOSED}
+        assert (state, Event.PEER_GONE) in TRANSITIONS
+        assert (state, Event.DRAIN) in TRANSITIONS
+    assert {to for (at, _), to in TRANSITIONS.items() if at is State.CLOSED} == {State.CLOSED}
 
 
 class Machine(RuleBasedStateMachine):

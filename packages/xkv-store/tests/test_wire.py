@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from xkv_store import wire
 from xkv_store.errors import PeerError
+from xkv_store.ring import RingUse
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
@@ -24,15 +25,22 @@ PUT_OBJECTS = st.builds(wire.PutObject, KEYS, U64, SLOTS, U64, U32, st.booleans(
 GET_OBJECTS = st.builds(wire.GetObject, KEYS, SLOTS, U32)
 STORED = st.builds(wire.StoredObject, U32, st.sampled_from(wire.StoreStatus))
 LOADED = st.builds(wire.LoadedObject, U32, st.sampled_from(wire.LoadStatus), U64, U64)
+LEASE_OBJECTS = st.builds(wire.LeaseObject, KEYS, U32, st.integers(1, wire.SLOTS_PER_OBJECT_MAX))
+LEASED = st.builds(
+    wire.LeasedObject, U32, st.sampled_from(wire.LoadStatus), U64, U64, st.lists(U32, max_size=9).map(tuple)
+)
+USES = st.sampled_from(RingUse)
 TEXT = st.text(max_size=50)
 ROLES = st.sampled_from(wire.Role)
 
 FROM_CLIENT = st.one_of(
-    st.builds(wire.Hello, U32, TEXT, ROLES, U32, U32, U64, U64, st.none() | U64, U32, U32),
+    st.builds(wire.Hello, U32, TEXT, ROLES, U32, U32, U64, U64, st.none() | U64, U32, U32, st.none() | USES),
     st.builds(wire.PublishNamespace, ID, TEXT),
     st.builds(wire.AskNamespaces, U64),
     st.builds(wire.Put, U64, st.lists(PUT_OBJECTS, min_size=1, max_size=5).map(tuple)),
     st.builds(wire.Get, U64, st.lists(GET_OBJECTS, min_size=1, max_size=5).map(tuple)),
+    st.builds(wire.Lease, U64, st.lists(LEASE_OBJECTS, min_size=1, max_size=5).map(tuple)),
+    st.builds(wire.Release, U64, st.lists(U32, min_size=1, max_size=9).map(tuple)),
     st.builds(wire.Touch, st.lists(U64, max_size=20).map(tuple)),
     st.builds(wire.Cancel, U64),
     st.builds(wire.AskStatus, U64),
@@ -40,11 +48,12 @@ FROM_CLIENT = st.one_of(
     st.builds(wire.Verify, U64, st.booleans()),
 )
 FROM_GATEWAY = st.one_of(
-    st.builds(wire.Welcome, U32, U64, ID, ID, U64, U32, U32, REGIONS, REGIONS, U32),
+    st.builds(wire.Welcome, U32, U64, ID, ID, U64, U32, U32, REGIONS, REGIONS, U32, USES, U32),
     st.builds(wire.Refused, st.sampled_from(wire.RefusedCode), TEXT),
     st.builds(wire.Namespaces, U64, st.lists(st.builds(wire.RankNamespace, U32, ID, TEXT), max_size=3).map(tuple)),
     st.builds(wire.Stored, U64, st.lists(STORED, max_size=9).map(tuple)),
     st.builds(wire.Loaded, U64, st.lists(LOADED, max_size=9).map(tuple)),
+    st.builds(wire.Leased, U64, st.lists(LEASED, max_size=9).map(tuple)),
     st.builds(wire.Status, U64, TEXT),
     st.builds(wire.Done, U64, TEXT),
     st.builds(

@@ -16,6 +16,7 @@ from xkv_store.embedded import EmbeddedCard
 from xkv_store.fragment import erase
 from xkv_store.geometry import HEADER_BYTES
 from xkv_store.key import ObjectKey
+from xkv_store.ring import RingUse
 from xkv_store.sockets import default_socket_dir, socket_for_card, socket_for_port
 from xkv_store.table import TableReader
 from xkv_store.wire import LoadedObject, LoadStatus, Role
@@ -24,8 +25,15 @@ from .config import Config
 from .staging import Chunk, ReadDone
 
 
-def attachment(*, view: ConfigView, config: Config, staged_bytes: int | None, is_scheduler: bool) -> Attachment:
-    """What to attach as. Makes nothing. `staged_bytes`: None for a scheduler, which takes what its ranks have said."""
+def ring_use(*, replicated: bool) -> RingUse:
+    """How ranks use their ring: loads are leased, and where one object serves all ranks, one rank stores."""
+    return RingUse.REPLICATED if replicated else RingUse.LEASED
+
+
+def attachment(
+    *, view: ConfigView, config: Config, staged_bytes: int | None, ring_use: RingUse | None, is_scheduler: bool
+) -> Attachment:
+    """What to attach as. Makes nothing. A scheduler gives None for what it takes from its ranks."""
     socket_dir = config.socket_dir or default_socket_dir()
     card = None
     if config.path is not None:
@@ -51,6 +59,7 @@ def attachment(*, view: ConfigView, config: Config, staged_bytes: int | None, is
         ring_bytes=config.ring_bytes,
         load_reserve_bytes=config.load_reserve_bytes,
         staged_bytes=staged_bytes,
+        ring_use=ring_use,
         fragment_bytes=config.fragment_bytes,
         connect_timeout_ms=config.connect_timeout_ms,
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,

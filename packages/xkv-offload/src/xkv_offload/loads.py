@@ -1,20 +1,20 @@
 """The loads of one rank.
 
-Owns: from planned chunks to gets: ring slots of the load region (waiting in order where there are none), the get,
-scatter on the copy thread, deadlines. A failed object is denied before its load is reported.
+Owns: from planned chunks to leases: the rank's share of the load region (waiting in order where none of it is left),
+the lease, scatter on the copy thread, deadlines. A failed object is denied before its load is reported.
 Must not know: vLLM, how a failure is told to it.
 """
 
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from xkv_store.client import GetObject
+from xkv_store.client import Leased, LeaseObject
 from xkv_store.fragment import holds
 from xkv_store.key import ObjectKey
-from xkv_store.wire import LoadedObject, LoadStatus
+from xkv_store.wire import LoadStatus
 
 from .copy import Move
 from .jobs import CopyQueue, Job, Priority
@@ -26,23 +26,29 @@ from .stores import ObjectDone
 from .transfer import StagedObject, XkvTransferSpec
 
 
+class LostSlotsError(Exception):
+    """A leased slot holds something else: an error of ours, and no page is served for it."""
+
+
 @dataclass(slots=True)
 class _Fetch:
     """One object of a load, from its submission to its last byte.
 
-    `base`: the sub-block that the object's bytes are taken to begin with (see `Loads._base`).
+    `base`: the sub-block that the object's bytes are taken to begin with (see `Loads._base`). `share`: how many slots
+    it has of the rank's share. `leased`: where it lies.
     """
 
     job: Job
     part: ChunkPart
     key: ObjectKey
     base: int
-    slots: list[int] = field(default_factory=list)
+    share: int = 0
+    leased: Leased | None = None
     settled: bool = False
 
 
 class Loads:
-    """Gets of one rank. `submit`, `expire` and `give_up` run on vLLM's thread."""
+    """Leases of one rank. `submit`, `expire` and `give_up` run on vLLM's thread."""
 
     def __init__(self, context: RankContext, queue: CopyQueue, lock: threading.RLock, done: ObjectDone) -> None:
         self._context = context
@@ -54,7 +60,7 @@ class Loads:
         self._feeding = False
 
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Fetch the objects of `parts` in order, as the load region has room; copy those that are staged already."""
+        """Fetch the objects of `parts` in order, as the rank's share has room; copy those that are staged already."""
         object_key = self._context.object_key
         fetches = []
         for part in parts:
@@ -83,11 +89,11 @@ class Loads:
         context = self._context
         layout = context.layouts[fetch.part.group]
         try:
-            if fetch.job.cancelled or not self._holds(fetch, own):
+            if fetch.job.cancelled or not self._holds(fetch, own, 0):
                 self._fail_staged(fetch)
                 return
             context.mover.scatter(Move(fetch.part, layout, context.rows(own.slots), 0, fetch.base))
-            is_whole = self._holds(fetch, own)
+            is_whole = self._holds(fetch, own, 0)
         except Exception:
             self._fail_staged(fetch)
             raise
@@ -99,10 +105,11 @@ class Loads:
         count("load_bytes", size)
         self._done(fetch.job, size)
 
-    def _holds(self, fetch: _Fetch, own: StagedObject) -> bool:
-        """Whether the ring still holds what the scheduler has verified."""
+    def _holds(self, fetch: _Fetch, own: StagedObject | Leased, first_fragment: int) -> bool:
+        """Whether the ring still holds what the gateway has proved."""
         ring, key = self._context.client.ring, fetch.key.encode()
-        return all(holds(ring.slot(slot), key, own.generation, number) for number, slot in enumerate(own.slots))
+        slots = enumerate(own.slots, first_fragment)
+        return all(holds(ring.slot(slot), key, own.generation, number) for number, slot in slots)
 
     def _fail_staged(self, fetch: _Fetch) -> None:
         """A verified object that is not there is an error of ours; wrong pages are not served for it."""
@@ -148,21 +155,18 @@ class Loads:
         )
 
     def _feed(self) -> None:
-        """Send what the load region has room for, in order. Any thread; one at a time does it.
+        """Send what the rank's share has room for, in order. Any thread; one at a time does it.
 
-        A get may be answered within its own call, and the answer feeds again: that must not nest.
+        A lease may be answered within its own call, and the answer feeds again: that must not nest.
         """
         with self._lock:
             if self._feeding:
                 return
             self._feeding = True
         while batch := self._next_batch():
-            wanted = [
-                GetObject(key=fetch.key, slots=fetch.slots, first_fragment=self._fragments(fetch).start)
-                for fetch in batch
-            ]
+            wanted = [LeaseObject(fetch.key, self._fragments(fetch).start, fetch.share) for fetch in batch]
             try:
-                number = self._context.client.get(wanted, partial(self._answered_of, batch))
+                number = self._context.client.leases.take(wanted, partial(self._answered_of, batch))
             except Exception:
                 with self._lock:
                     self._feeding = False
@@ -176,43 +180,41 @@ class Loads:
                     self._context.client.cancel(number)
 
     def _next_batch(self) -> list[_Fetch]:
-        """The next fetches of one job, with their slots; none, and nobody feeds, if there is no room for one."""
-        region = self._context.client.load_region
+        """The next fetches of one job, with their share; none, and nobody feeds, if there is no room for one."""
+        budget = self._context.client.lease_budget
         batch: list[_Fetch] = []
         with self._lock:
             while self._waiting:
                 fetch = self._waiting[0]
                 needed = len(self._fragments(fetch))
-                if needed > region.count:
+                if needed > budget.count:
                     self._fail(fetch)
                 if fetch.settled:
                     self._waiting.popleft()
                     continue
                 if batch and fetch.job is not batch[0].job:
                     break
-                slots = region.take(needed)
-                if slots is None:
+                if not budget.take(needed):
                     break
                 self._waiting.popleft()
-                fetch.slots = slots
+                fetch.share = needed
                 batch.append(fetch)
             self._feeding = bool(batch)
             return batch
 
-    def _answered_of(self, batch: Sequence[_Fetch], answer: LoadedObject) -> None:
-        """On the client's thread: an answer to one of a get's objects."""
+    def _answered_of(self, batch: Sequence[_Fetch], answer: Leased) -> None:
+        """On the client's thread: an answer to one of a lease's objects."""
         self._answered(batch[answer.index], answer)
 
-    def _answered(self, fetch: _Fetch, answer: LoadedObject) -> None:
-        """On the client's thread: the slots hold the verified bytes, or are free again."""
+    def _answered(self, fetch: _Fetch, answer: Leased) -> None:
+        """On the client's thread: slots hold the proved bytes, or there are none."""
+        if answer.status == LoadStatus.OK:
+            fetch.leased = answer
         if answer.status == LoadStatus.OK and answer.length == self._length(fetch):
             if self._queue.push(Priority.LOAD, fetch.job.job_id, partial(self._scatter, fetch)):
                 return
         elif answer.status == LoadStatus.OK and fetch.base:
-            with self._lock:
-                fetch.base = 0
-                self._waiting.appendleft(fetch)
-            self._give_back(fetch)
+            self._again(fetch, base=0)
             return
         with self._lock:
             self._fail(fetch)
@@ -220,26 +222,53 @@ class Loads:
 
     def _scatter(self, fetch: _Fetch) -> None:
         """On the copy thread. A fetch that was given up meanwhile touches no page."""
-        context = self._context
-        layout = context.layouts[fetch.part.group]
+        with self._lock:
+            is_late = fetch.settled
+            fetch.settled = True  # from here on only this thread settles it
+        if is_late:
+            self._give_back(fetch)
+            return
         try:
-            with self._lock:
-                if fetch.settled:
-                    return
-                fetch.settled = True
-            first_fragment = self._fragments(fetch).start
-            try:
-                context.mover.scatter(Move(fetch.part, layout, context.rows(fetch.slots), first_fragment, fetch.base))
-            except Exception:
-                self._settle_failed(fetch)
-                raise
-            size = len(fetch.part.blocks) * layout.block_bytes
+            is_there = self._copy(fetch)
+        except Exception:
+            self._settle_failed(fetch)
+            self._give_back(fetch)
+            raise
+        if is_there:
+            size = len(fetch.part.blocks) * self._context.layouts[fetch.part.group].block_bytes
             count("load_objects")
             count("load_bytes", size)
             self._forget(fetch)
             self._done(fetch.job, size)
-        finally:
             self._give_back(fetch)
+        else:
+            count("load_rereads")
+            self._again(fetch, base=fetch.base)
+
+    def _copy(self, fetch: _Fetch) -> bool:
+        """Copy what is leased into the pages; False where the lease has not held until the end."""
+        context, leased = self._context, fetch.leased
+        assert leased is not None, "it was answered"
+        first_fragment = self._fragments(fetch).start
+        rows = context.rows(leased.slots)
+        context.mover.scatter(Move(fetch.part, context.layouts[fetch.part.group], rows, first_fragment, fetch.base))
+        is_whole = self._holds(fetch, leased, first_fragment)
+        if not context.client.leases.holds(leased):
+            return False
+        if not is_whole:
+            raise LostSlotsError(f"slots {leased.slots} of {fetch.key} are another's, and the lease holds")
+        return True
+
+    def _again(self, fetch: _Fetch, *, base: int) -> None:
+        """Ask once more, before all others; the deadline of the job bounds how often."""
+        with self._lock:
+            fetch.base = base
+            fetch.settled = False
+            if fetch.job.cancelled:
+                self._fail(fetch)
+            else:
+                self._waiting.appendleft(fetch)
+        self._give_back(fetch)
 
     def _fail(self, fetch: _Fetch) -> None:
         """Settle a fetch as failed unless it is settled. The lock is held."""
@@ -260,8 +289,11 @@ class Loads:
                 del self._open[fetch.job.job_id]
 
     def _give_back(self, fetch: _Fetch) -> None:
-        """The slots of a fetch that the gateway has answered."""
-        if fetch.slots:
-            slots, fetch.slots = fetch.slots, []
-            self._context.client.load_region.give(slots)
+        """The lease and the share of a fetch that the gateway has answered."""
+        share, leased = fetch.share, fetch.leased
+        fetch.share, fetch.leased = 0, None
+        if leased is not None:
+            self._context.client.leases.release(leased)
+        if share:
+            self._context.client.lease_budget.give(share)
             self._feed()

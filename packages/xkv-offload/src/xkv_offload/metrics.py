@@ -17,6 +17,10 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "refused_objects": ("Objects that the gateway did not take, or lost", "worker"),
     "load_objects": ("Objects restored into KV pages", "worker"),
     "load_bytes": ("Bytes restored into KV pages", "worker"),
+    "load_rereads": (
+        "Objects read again, as a gateway had ended the lease of their slots before they were copied",
+        "worker",
+    ),
     "load_failures": ("Objects whose load failed", "worker"),
     "failed_load_jobs": ("Load jobs, each a request's, of which an object failed", "worker"),
     "load_timeouts": ("Load jobs that took longer than xkv.load_timeout_ms", "worker"),

@@ -29,7 +29,7 @@ from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.ring import regions, staged_slots
 
 from . import description, failures, identity, sync_loads
-from .attachment import SchedulerCard, StagedReads, attachment
+from .attachment import SchedulerCard, StagedReads, attachment, ring_use
 from .config import parse
 from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
@@ -87,7 +87,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
     def get_manager(self) -> XkvManager:
         """The scheduler's side: attach, wait for the ranks' identities, adopt the namespace."""
         view, config = self._view, self._config
-        client = Client.attach(attachment(view=view, config=config, staged_bytes=None, is_scheduler=True))
+        client = Client.attach(
+            attachment(view=view, config=config, staged_bytes=None, ring_use=None, is_scheduler=True)
+        )
         published = client.await_namespaces(view.world_size, config.connect_timeout_ms / 1000)
         descriptors = [identity.Descriptor.from_text(text) for _, text in published.values()]
         engine: Mapping[str, Any] = next(one.engine for one in descriptors if one.rank == 0)
@@ -107,7 +109,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         geometry = Geometry.of_fragment_bytes(config.fragment_bytes)
         slots = [geometry.fragments(size) if size else 0 for size in engine["chunk_bytes"]]
         ring_bytes = [number * geometry.slot_bytes for number in slots]
-        rank_ring_bytes = config.ring_bytes // view.world_size
+        rank_ring_bytes = config.ring_bytes // ranks  # for stores: where one object serves all, one rank has them
         logger.info(
             "xkv: namespace %s, %s",
             adopted.namespace.hex(),
@@ -189,21 +191,23 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             channel=failure_plan.channel,
         )
         layouts = description.layouts(view, kv_caches)
+        use = ring_use(replicated=replicated)
         region = regions(
             ring_bytes=config.ring_bytes,
             slot_bytes=config.fragment_bytes + HEADER_BYTES,
             world_size=view.world_size,
             load_reserve_bytes=config.load_reserve_bytes,
             staged_bytes=staged_bytes,
-        )[view.rank]
+            use=use,
+        )[0]
         staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=config.fragment_bytes + HEADER_BYTES)
         description.check_room(
             chunk_bytes=[layout.chunk_bytes for layout in layouts],
             config=config,
             world_size=view.world_size,
-            load_slots=min(region.load_slots, staged // (1 if replicated else view.world_size))
+            load_slots=min(region.lease_slots, staged // (1 if replicated else view.world_size))
             if staged
-            else region.load_slots,
+            else region.lease_slots,
             store_slots=region.store_slots,
         )
         mover = make_mover(
@@ -211,7 +215,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             staging_bytes=config.staging_bytes,
             layouts=layouts,
         )
-        client = Client.attach(attachment(view=view, config=config, staged_bytes=staged_bytes, is_scheduler=False))
+        client = Client.attach(
+            attachment(view=view, config=config, staged_bytes=staged_bytes, ring_use=use, is_scheduler=False)
+        )
         client.publish_namespace(described.digest(), described.text())
         logger.info("xkv: rank %d of %d ready in %.2f s", view.rank, view.world_size, time.monotonic() - started)
         return _Worker(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from .embedded import EmbeddedCard, last_log_line
 from .errors import UserError
+from .ring import RingUse
 from .wire import ENGINE_ID_BYTES_MAX, PROTOCOL_VERSION, Hello, RefusedCode, Role
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ class Attachment:
     embedded: EmbeddedCard | None = None
     gateway_uids: frozenset[int] = frozenset()
     """Users besides our own and root whose gateway is trusted."""
+    ring_use: RingUse | None = RingUse.OWN
+    """How the ranks load; None: a scheduler that takes what its ranks have said."""
 
     def __post_init__(self) -> None:
         assert self.role is not Role.TOOL, "a tool needs no ring: tool.Tool"
         assert 0 <= self.rank < self.world_size
-        assert self.staged_bytes is not None or self.role is Role.SCHEDULER
+        assert (self.staged_bytes is not None and self.ring_use is not None) or self.role is Role.SCHEDULER
         if not 0 < len(self.engine_id.encode()) <= ENGINE_ID_BYTES_MAX:
             raise UserError(
                 f"the engine id {self.engine_id[:40]!r} has to have 1 to {ENGINE_ID_BYTES_MAX} bytes; set engine_id in "
@@ -73,6 +76,7 @@ class Attachment:
             staged_bytes=self.staged_bytes,
             fragment_bytes=self.fragment_bytes,
             pid=os.getpid(),
+            ring_use=self.ring_use,
         )
 
 

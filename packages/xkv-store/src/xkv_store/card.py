@@ -202,8 +202,7 @@ class Card:
 
     def begin_proof(self, key: ObjectKey) -> GetPlan | None:
         """Pin the object of this key to be proved, which counts as no use of it; None if the card does not hold it."""
-        encoded = key.encode()
-        record = self._record(encoded)
+        record = self._record(encoded := key.encode())
         return self._pinned(key, encoded, record) if record is not None else None
 
     def holds(self, plan: GetPlan) -> bool:
@@ -374,11 +373,12 @@ class Card:
         self._medium.write(plan, slots)
 
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
-        """Read fragments from `first_fragment` on into `slots`, and prove each. MediumError, CorruptObject.
-
-        Fewer slots than the object has fragments: only these are read. The caller checks that they are not more.
-        """
+        """Read and prove as many fragments from `first_fragment` on as there are slots. MediumError, CorruptObject."""
         self._medium.read(plan, slots, first_fragment)
+
+    def copy(self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first: int) -> None:
+        """Copy what `read` has brought into other slots, and prove it there. CorruptObject."""
+        self._medium.copy(plan, source, slots, first)
 
     @property
     def deleted(self) -> bool:

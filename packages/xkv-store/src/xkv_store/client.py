@@ -6,10 +6,8 @@ remembered over a reconnect. Must not know: vLLM, what is in an object, the gate
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import os
 import random
 import select
 import threading
@@ -20,12 +18,15 @@ from typing import TYPE_CHECKING, Final
 from . import attachment as reasons
 from . import wire
 from .attachment import RANK_TAKEN_MS_MAX, WAITING_HELPS, Attachment, retry_ms
+from .bell import Bell
 from .client_connection import ClientConnection, dial
+from .client_leases import ClientLeases, Leased, LeaseObject
 from .client_session import (
     Attached,
     ClientAction,
     ClientState,
     GetAnswered,
+    LeaseAnswered,
     NamespacesCame,
     PutAnswered,
     Rejected,
@@ -33,14 +34,24 @@ from .client_session import (
 from .embedded import Starter
 from .engine_memory import EngineMemory, take_memory
 from .errors import PeerError, UserError
-from .flights import Delivery, Flights, GetObject, LoadedDelivery, PutObject, StoredDelivery, deliver
+from .flights import (
+    Delivery,
+    Flights,
+    GetObject,
+    LoadedDelivery,
+    PutObject,
+    StoredDelivery,
+    deliver,
+)
 from .wire import LoadedObject, LoadStatus, Role, StoredObject, StoreStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from .client_session import ClientSession
     from .control import ControlPage
-    from .ring import Ring, SlotRegion
+    from .flights import Begin
+    from .ring import Ring, SlotBudget, SlotRegion
     from .sockets import Packet
     from .table import TableReader
 
@@ -48,6 +59,8 @@ __all__ = [
     "Attachment",
     "Client",
     "GetObject",
+    "LeaseObject",
+    "Leased",
     "LoadStatus",
     "LoadedObject",
     "PutObject",
@@ -76,11 +89,13 @@ class Client:
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
         self._changed = threading.Condition(threading.Lock())  # guards everything below that changes
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bell = Bell()
         self._thread = threading.Thread(target=self._run, name="xkv-client", daemon=True)
         self._heartbeat_ns_max = attachment.heartbeat_timeout_ms * 1_000_000
         self._numbers = itertools.count(1)  # never reused, over all connections
         self._flights = Flights()
+        self.leases = ClientLeases(self, self._flights, attachment.rank)
+        """Of the region that the engine's ranks share, where they share one."""
         self._connection: ClientConnection | None = None
         self._connected = False
         self._memory: EngineMemory | None = None
@@ -116,7 +131,7 @@ class Client:
                 return
             self._closing = True
             self._changed.notify_all()
-        self._wake()
+        self._bell.ring()
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S_MAX)
         if not self._thread.is_alive():
@@ -162,8 +177,13 @@ class Client:
 
     @property
     def load_region(self) -> SlotRegion:
-        """The slots for gets; a scheduler's are the staged region."""
+        """The slots for gets; a scheduler's are the staged region. Where loads are leased, all ranks' together."""
         return self._attached_memory().load_region
+
+    @property
+    def lease_budget(self) -> SlotBudget:
+        """What a rank may hold of a shared load region: to be taken before a lease is asked for, given after it."""
+        return self._attached_memory().lease_budget
 
     # --- the scheduler's ---------------------------------------------------------------------------------
 
@@ -233,21 +253,9 @@ class Client:
         ]
         base = 0
         for piece in wire.split_puts(items):
-            slots = [item.slots for item in piece]
-            with self._changed:
-                connection = self._connection_for_work()
-                if connection is not None:
-                    number = next(self._numbers)
-                    self._flights.add_put(number, base=base, slots=slots, on_answer=on_answer)
-                    connection.submit(connection.session.put(number, piece))
-                    self._wake_to_send(connection)
-            if connection is None:
-                self._deliver(
-                    [
-                        StoredDelivery(own, StoredObject(base + index, StoreStatus.SHED), on_answer)
-                        for index, own in enumerate(slots)
-                    ]
-                )
+            if self.fly(self._flights.putting(piece, base=base, on_answer=on_answer)) is None:
+                shed = [(item.slots, StoredObject(base + index, StoreStatus.SHED)) for index, item in enumerate(piece)]
+                self.deliver([StoredDelivery(slots, answer, on_answer) for slots, answer in shed])
             base += len(piece)
 
     def get(self, objects: Sequence[GetObject], on_answer: Callable[[LoadedObject], None]) -> int:
@@ -260,26 +268,16 @@ class Client:
         get = 0
         base = 0
         for piece in wire.split_gets(items):
-            with self._changed:
-                number = next(self._numbers)
-                get = get or number
-                connection = self._connection_for_work()
-                if connection is not None:
-                    self._flights.add_get(number, get=get, base=base, count=len(piece), on_answer=on_answer)
-                    connection.submit(connection.session.get(number, piece))
-                    self._wake_to_send(connection)
-            if connection is None:
-                self._deliver(
-                    [
-                        LoadedDelivery(LoadedObject(base + index, LoadStatus.FAILED, 0, 0), on_answer)
-                        for index in range(len(piece))
-                    ]
-                )
+            number = self.fly(self._flights.getting(piece, get=get, base=base, on_answer=on_answer))
+            get = get or number or 0
+            if number is None:
+                failed = [LoadedObject(base + index, LoadStatus.FAILED, 0, 0) for index in range(len(piece))]
+                self.deliver([LoadedDelivery(answer, on_answer) for answer in failed])
             base += len(piece)
         return get
 
     def cancel(self, get: int) -> None:
-        """Nobody waits for this get any more. Its slots stay the gateway's until it is answered, as ever."""
+        """Nobody waits for this get (or lease) any more. Its slots stay the gateway's until it is answered, as ever."""
         with self._changed:
             connection = self._usable_connection()
             if connection is None:
@@ -304,21 +302,39 @@ class Client:
 
     def _wake_to_send(self, connection: ClientConnection) -> None:
         if connection.waits_to_send or connection.hung_up:
-            self._wake()
+            self._bell.ring()
+
+    # --- any thread: what is sent, for this class and its leases (`client_leases.Sender`) ------------------
+
+    def fly(self, begin: Begin) -> int | None:
+        """Send what `begin` makes, with a new number; that number, or None where there is no session."""
+        with self._changed:
+            connection = self._connection_for_work()
+            if connection is None:
+                return None
+            number = next(self._numbers)
+            connection.submit(begin(connection.session, number))
+            self._wake_to_send(connection)
+            return number
+
+    def say(self, epoch: int, make: Callable[[ClientSession], wire.FromClient]) -> None:
+        """Send what `make` makes, if that session is still there; also to a gateway that does not keep up."""
+        with self._changed:
+            connection = self._usable_connection()
+            if connection is not None and epoch == self._epoch:
+                connection.submit(make(connection.session))
+                self._wake_to_send(connection)
+
+    def deliver(self, deliveries: Sequence[Delivery]) -> None:
+        """Call callers, having given slots back."""
+        if deliveries:
+            deliver(deliveries, self._attached_memory().store_region)
 
     # --- inside: any thread ------------------------------------------------------------------------------
-
-    def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake
-            os.eventfd_write(self._wake_fd, 1)
 
     def _attached_memory(self) -> EngineMemory:
         assert self._memory is not None, "before attach"
         return self._memory
-
-    def _deliver(self, deliveries: Sequence[Delivery]) -> None:
-        if deliveries:
-            deliver(deliveries, self._attached_memory().store_region)
 
     def _await_attached(self) -> None:
         timeout_s = self._attachment.connect_timeout_ms / 1_000
@@ -346,7 +362,7 @@ class Client:
                 # The jitter keeps ranks apart; nothing depends on its quality.
                 pause_ms = retry_ms(attempt, random.random())  # noqa: S311
                 try:
-                    self._pause(pause_ms)
+                    self._bell.wait(pause_ms)
                 except Exception:
                     log.exception("waiting for the gateway on %s failed", self._attachment.socket)
                     time.sleep(pause_ms / 1_000)  # nobody would start this thread again: it goes on
@@ -374,7 +390,7 @@ class Client:
 
     def _serve(self, connection: ClientConnection) -> None:
         poll = select.poll()
-        poll.register(self._wake_fd, select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
         hello_end_ns = time.monotonic_ns() + HELLO_MS_MAX * 1_000_000
         while not self._closing and (connection.session.outstanding or not connection.hung_up):
             poll.register(
@@ -387,7 +403,7 @@ class Client:
                     self._note(reasons.nothing_said(self._attachment, connection.peer), is_final=False)
                     return
             poll.poll(left_ms)
-            self._drain_wake()
+            self._bell.silence()
             with self._changed:
                 connection.flush()
             try:
@@ -424,13 +440,15 @@ class Client:
             self._welcome(connection, action.welcome, packet.fds)
         elif isinstance(action, Rejected):
             self._rejected(connection, action)
-        self._deliver(deliveries)
+        self.deliver(deliveries)
 
     def _answers(self, action: ClientAction) -> list[Delivery]:
         if isinstance(action, PutAnswered):
             return self._flights.stored(action.put, action.objects)
         if isinstance(action, GetAnswered):
             return self._flights.loaded(action.get, action.objects)
+        if isinstance(action, LeaseAnswered):
+            return self._flights.leased(action.lease, action.objects)
         if isinstance(action, NamespacesCame):
             self._namespaces.update({own.rank: (own.namespace, own.descriptor) for own in action.ranks})
             self._changed.notify_all()
@@ -445,9 +463,12 @@ class Client:
             if self._attachment.staged_bytes is None:
                 # A gateway that comes back may hear of this engine from us first.
                 self._attachment = replace(
-                    self._attachment, staged_bytes=memory.load_region.count * memory.ring.slot_bytes
+                    self._attachment,
+                    staged_bytes=memory.load_region.count * memory.ring.slot_bytes,
+                    ring_use=memory.ring_use,
                 )
             self._epoch += 1
+            self.leases.term = memory.control.term(self._attachment.rank)
             self._connected = True
             self._noted = ""
             self._changed.notify_all()
@@ -470,8 +491,7 @@ class Client:
     def _distrust(self, connection: ClientConnection, error: PeerError) -> None:
         """The gateway did what it may not."""
         self._hang_up(connection)
-        text = f"the gateway on {self._attachment.socket} is not usable: {error}"
-        self._note(UserError(text), is_final=False)
+        self._note(UserError(f"the gateway on {self._attachment.socket} is not usable: {error}"), is_final=False)
 
     def _drop(self, connection: ClientConnection) -> None:
         with self._changed:
@@ -483,7 +503,7 @@ class Client:
         if was_attached and not self._closing:
             text = f"the gateway on {self._attachment.socket} is gone: lookups miss until it is back"
             self._note(UserError(text), is_final=False)
-        self._deliver(deliveries)
+        self.deliver(deliveries)
 
     def _note(self, problem: UserError, *, is_final: bool) -> None:
         """Why there is no session. Final only before the first; later it is logged, once."""
@@ -495,19 +515,6 @@ class Client:
             self._noted = str(problem)
             log.warning("%s", problem)
 
-    def _pause(self, pause_ms: float) -> None:
-        poll = select.poll()  # select() takes no descriptor above 1,023, and an engine may have more
-        poll.register(self._wake_fd, select.POLLIN)
-        poll.poll(pause_ms)
-        self._drain_wake()
-
-    def _drain_wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
-
     def _give_back(self) -> None:
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
-            if self._memory is not None:
-                self._memory.close()
+        if self._bell.close() and self._memory is not None:
+            self._memory.close()

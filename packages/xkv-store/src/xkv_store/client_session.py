@@ -25,14 +25,20 @@ from .wire import (
     Get,
     GetObject,
     Hello,
+    Lease,
+    Leased,
+    LeasedObject,
+    LeaseObject,
     Loaded,
     LoadedObject,
+    LoadStatus,
     Namespaces,
     Put,
     PutObject,
     RankNamespace,
     Refused,
     RefusedCode,
+    Release,
     Role,
     SlotRange,
     Status,
@@ -113,6 +119,14 @@ class GetAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseAnswered:
+    """Answers to objects of a lease, each for the first and only time."""
+
+    lease: int
+    objects: tuple[LeasedObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NamespacesCame:
     """Some of the ranks' namespaces; there may be more to the same ask."""
 
@@ -128,15 +142,16 @@ class TextCame:
     text: str
 
 
-ClientAction = Attached | Rejected | PutAnswered | GetAnswered | NamespacesCame | TextCame
+ClientAction = Attached | Rejected | PutAnswered | GetAnswered | LeaseAnswered | NamespacesCame | TextCame
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What was outstanding when the connection ended: (number, index) of puts and of gets."""
+    """What was outstanding when the connection ended: (number, index) of puts, of gets and of leases."""
 
     puts: tuple[tuple[int, int], ...]
     gets: tuple[tuple[int, int], ...]
+    leases: tuple[tuple[int, int], ...] = ()
 
 
 class ClientSession:
@@ -147,6 +162,9 @@ class ClientSession:
         self.state = ClientState.NEW
         self._puts: dict[int, set[int]] = {}  # put -> indexes without an answer
         self._gets: dict[int, set[int]] = {}
+        self._leases: dict[int, set[int]] = {}
+        self._lease_objects: dict[int, tuple[LeaseObject, ...]] = {}
+        self._load_region = range(0)
         self._asks: set[int] = set()
         self._last = -1
 
@@ -167,10 +185,21 @@ class ClientSession:
         self._gets[self._number(number)] = set(range(len(objects)))
         return Get(number, objects)
 
-    def cancel(self, get: int) -> Cancel | None:
-        """None where nothing of that get is outstanding on this connection."""
+    def lease(self, number: int, objects: tuple[LeaseObject, ...]) -> Lease:
+        """A lease under a number greater than any before."""
+        self._leases[self._number(number)] = set(range(len(objects)))
+        self._lease_objects[number] = objects
+        return Lease(number, objects)
+
+    def release(self, lease: int, indexes: tuple[int, ...]) -> Release:
+        """Objects of a lease of this connection that were answered as `OK`, each once."""
         self._require_attached()
-        return Cancel(get) if get in self._gets else None
+        return Release(lease, indexes)
+
+    def cancel(self, get: int) -> Cancel | None:
+        """None where nothing of that get (or lease) is outstanding on this connection."""
+        self._require_attached()
+        return Cancel(get) if get in self._gets or get in self._leases else None
 
     def ask_namespaces(self, number: int) -> AskNamespaces:
         """An ask under a number greater than any before."""
@@ -190,7 +219,7 @@ class ClientSession:
     @property
     def outstanding(self) -> bool:
         """Whether the gateway holds slots of this connection."""
-        return bool(self._puts or self._gets)
+        return bool(self._puts or self._gets or self._leases)
 
     # --- from the gateway --------------------------------------------------------------------------------
 
@@ -219,6 +248,12 @@ class ClientSession:
             case Loaded(get, loaded):
                 _answered(self._gets, "get", get, (answer.index for answer in loaded))
                 return GetAnswered(get, loaded)
+            case Leased(lease, leased):
+                self._check_leased(lease, leased)
+                _answered(self._leases, "lease", lease, (answer.index for answer in leased))
+                if lease not in self._leases:
+                    del self._lease_objects[lease]
+                return LeaseAnswered(lease, leased)
             case Namespaces(ask, ranks):
                 self._check_ask(ask)
                 return NamespacesCame(ask, ranks)
@@ -238,6 +273,7 @@ class ClientSession:
                 raise PeerError(
                     f"regions {welcome.store_region} and {welcome.load_region} in {welcome.ring_slots} slots"
                 )
+            self._load_region = range(welcome.load_region.first, welcome.load_region.first + welcome.load_region.count)
         self._move_by_peer(ClientEvent.WELCOME, "Welcome")
         return Attached(welcome)
 
@@ -247,12 +283,25 @@ class ClientSession:
         lost = Lost(
             tuple((put, index) for put, indexes in self._puts.items() for index in sorted(indexes)),
             tuple((get, index) for get, indexes in self._gets.items() for index in sorted(indexes)),
+            tuple((lease, index) for lease, indexes in self._leases.items() for index in sorted(indexes)),
         )
         self._puts.clear()
         self._gets.clear()
+        self._leases.clear()
+        self._lease_objects.clear()
         return lost
 
     # --- inside ------------------------------------------------------------------------------------------
+
+    def _check_leased(self, lease: int, answers: tuple[LeasedObject, ...]) -> None:
+        """Slots that are said to hold an object are in the region, and as many as were asked for."""
+        objects = self._lease_objects.get(lease, ())
+        for answer in answers:
+            wanted = 0
+            if answer.status is LoadStatus.OK and answer.index < len(objects):
+                wanted = objects[answer.index].fragments
+            if len(answer.slots) != wanted or not all(slot in self._load_region for slot in answer.slots):
+                raise PeerError(f"object {answer.index} of lease {lease} lies in slots {answer.slots[:8]}")
 
     def _number(self, number: int) -> int:
         self._require_attached()

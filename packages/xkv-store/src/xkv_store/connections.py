@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from . import sockets, wire
 from .errors import PeerError
-from .session import GatewaySession, Send, State
+from .session import GatewaySession, State
+from .session_actions import Send
 
 if TYPE_CHECKING:
     import socket
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from .engines import Engine
     from .geometry import Geometry
-    from .session import Actions
+    from .session_actions import Actions
     from .transfers import Party
 
 RECEIVES_PER_ROUND_MAX: Final = 16  # then the other connections have their turn
@@ -52,6 +53,7 @@ class Connection:
         self._outbox_bytes = 0
         self._stored: dict[int, list[wire.StoredObject]] = {}
         self._loaded: dict[int, list[wire.LoadedObject]] = {}
+        self._leased: dict[int, list[wire.LeasedObject]] = {}
 
     # --- what the transfers call -------------------------------------------------------------------------
 
@@ -65,6 +67,11 @@ class Connection:
         self._loaded.setdefault(get, []).append(answer)
         self._touched.add(self)
 
+    def leased(self, lease: int, answer: wire.LeasedObject) -> None:
+        """Gather an answer until the end of the round."""
+        self._leased.setdefault(lease, []).append(answer)
+        self._touched.add(self)
+
     # --- what the loop calls -----------------------------------------------------------------------------
 
     def take_answers(self) -> Actions:
@@ -76,6 +83,9 @@ class Connection:
         loaded, self._loaded = self._loaded, {}
         for get, answers_of_get in loaded.items():
             actions += self.session.loaded(get, answers_of_get)
+        leased, self._leased = self._leased, {}
+        for lease, answers_of_lease in leased.items():
+            actions += self.session.leased(lease, answers_of_lease)
         return actions
 
     def receive(self) -> sockets.Packet | None:

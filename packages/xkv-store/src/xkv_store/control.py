@@ -37,6 +37,7 @@ RANK_STRIDE_BYTES: Final = 64
 RANK_DENIED_OFFSET: Final = 0
 RANK_STORE_BYTES_OFFSET: Final = 8
 RANK_SHED_OFFSET: Final = 16
+RANK_TERM_OFFSET: Final = 24
 DENIAL_BYTES: Final = 16
 PAGE_ALIGN_BYTES: Final = 4_096
 
@@ -47,7 +48,7 @@ _U64_MASK: Final = 2**64 - 1
 
 assert sys.byteorder == "little", "words are read natively, and the formats are little-endian"
 assert HEADER.size == HEARTBEAT_OFFSET
-assert RANK_STRIDE_BYTES >= RANK_SHED_OFFSET + _WORD
+assert RANK_STRIDE_BYTES >= RANK_TERM_OFFSET + _WORD
 
 
 def denials_offset(ranks: int) -> int:
@@ -133,18 +134,33 @@ class ControlPage:
         self._words[HEARTBEAT_OFFSET // _WORD] = now_ns
 
     def set_boot(self, boot_id: bytes) -> int:
-        """A new life of the gateway: the epoch grows, nobody drains, the heart beats. Returns the epoch."""
+        """A new life of the gateway: the epoch grows, no lease holds, nobody drains, the heart beats.
+
+        Returns the epoch.
+        """
         assert len(boot_id) == 16
         epoch = (self.epoch + 1) & _U64_MASK
         self._map[_BOOT_ID_OFFSET : _BOOT_ID_OFFSET + 16] = boot_id
         self._words[FLAGS_OFFSET // _WORD] = 0
         self._words[EPOCH_OFFSET // _WORD] = epoch
+        for rank in range(self.ranks):
+            self.end_term(rank)
         self.beat(time.monotonic_ns())
         return epoch
 
     def set_draining(self, draining: bool) -> None:
         """The gateway takes no more work."""
         self._words[FLAGS_OFFSET // _WORD] = FLAG_DRAINING if draining else 0
+
+    def end_term(self, rank: int) -> None:
+        """From now on none of the leases that this rank has been given holds.
+
+        To be called before the first slot of one is used again: a copy that sees the old term afterwards has read
+        nothing of what came into the slot.
+        """
+        word = self._rank_word(rank, RANK_TERM_OFFSET)
+        self._words[word] = (self._words[word] + 1) & _U64_MASK
+        _pass_barrier()
 
     # --- a rank writes -----------------------------------------------------------------------------------
 
@@ -201,6 +217,16 @@ class ControlPage:
     def shed(self) -> int:
         """Objects that the ranks have shed, together."""
         return sum(self._words[self._rank_word(rank, RANK_SHED_OFFSET)] for rank in range(self.ranks))
+
+    def term(self, rank: int) -> int:
+        """A rank's leases hold as long as this stays what it was when its session was welcomed.
+
+        Between what is read of a slot and this word, and the other way round, there is a barrier.
+        """
+        _pass_barrier()
+        term = self._words[self._rank_word(rank, RANK_TERM_OFFSET)]
+        _pass_barrier()
+        return term
 
     def denied(self, rank: int) -> int:
         """Denials that this rank has ever written."""

@@ -15,13 +15,15 @@ import os
 import resource
 import time
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from . import session as actions_of
+from . import session_actions as actions_of
 from . import sockets, wire
 from .connections import Connection
 from .engines import Engines, Refusal, check_descriptor
 from .errors import PeerError
+from .ring import RingUse
 from .session import State
 from .transfers import Party
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
     from .card import Card
     from .prover import Prover
-    from .session import Actions
+    from .session_actions import Actions
     from .transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -154,24 +156,40 @@ class Desk:
                     self._send(connection, message)
                 case actions_of.Admit(hello):
                     self._admit(connection, hello, fds, time.monotonic() + PARKED_S_MAX)
-                case actions_of.StartPut():
-                    self._transfers.put(_party(connection), action, time.monotonic_ns())
-                case actions_of.StartGet():
-                    self._transfers.get(_party(connection), action, time.monotonic_ns())
-                case actions_of.CancelGet():
-                    self._transfers.cancel(_party(connection), action)
                 case actions_of.RecordTouch(tags):
                     self._card.touch(tags)
                 case actions_of.RecordNamespace(published, adopted):
                     self._publish(connection, published, adopted=adopted)
                 case actions_of.Close():
                     self._closing(connection)
+                case (
+                    actions_of.StartPut()
+                    | actions_of.StartGet()
+                    | actions_of.StartLease()
+                    | actions_of.DropLease()
+                    | actions_of.CancelGet()
+                ):
+                    self._transfer(_party(connection), action)
                 case _:
                     self._answer(connection, action)
         if session.state is State.ENDING and not connection.left:
             connection.left = True
             if connection.party is not None:
                 self._transfers.leave(connection.party)
+
+    def _transfer(self, party: Party, action: actions_of.Transfer) -> None:
+        now_ns = time.monotonic_ns()
+        match action:
+            case actions_of.StartPut():
+                self._transfers.put(party, action, now_ns)
+            case actions_of.StartGet():
+                self._transfers.get(party, action, now_ns)
+            case actions_of.StartLease():
+                self._transfers.lease(party, action, now_ns)
+            case actions_of.DropLease():
+                self._transfers.drop(party, action)
+            case actions_of.CancelGet():
+                self._transfers.cancel(party, action)
 
     def _send(self, connection: Connection, message: wire.FromGateway) -> None:
         fds: tuple[int, ...] = ()
@@ -254,6 +272,9 @@ class Desk:
             return
         connection.engine = engine
         connection.party = Party(engine.ring, connection)
+        if hello.role is wire.Role.RANK:
+            connection.party.region = engine.leases
+            connection.party.end_term = partial(engine.control.end_term, hello.rank)
         if len(engine.sessions) == 1:
             log.info("engine %s attaches (pid %d)", hello.engine_id, hello.pid)
         self.perform(connection, connection.session.admit(self._welcome(connection, hello)))
@@ -300,10 +321,12 @@ class Desk:
     def _welcome(self, connection: Connection, hello: wire.Hello | None) -> wire.Welcome:
         engine = connection.engine
         store_region = load_region = wire.SlotRange(0, 0)
+        lease_slots = 0
         if engine is not None and hello is not None and hello.role is wire.Role.RANK:
             mine = engine.regions[hello.rank]
             store_region = wire.SlotRange(mine.first, mine.store_slots)
             load_region = wire.SlotRange(mine.load_first, mine.load_slots)
+            lease_slots = mine.lease_slots
         elif engine is not None:
             load_region = wire.SlotRange(engine.ring.slots - engine.staged_slots, engine.staged_slots)
         return wire.Welcome(
@@ -317,6 +340,8 @@ class Desk:
             store_region=store_region,
             load_region=load_region,
             heartbeat_ms=wire.HEARTBEAT_MS,
+            ring_use=engine.ring_use if engine is not None else RingUse.OWN,
+            lease_slots=lease_slots,
         )
 
     # --- going -------------------------------------------------------------------------------------------
@@ -326,6 +351,9 @@ class Desk:
         connection.closing_since_s = time.monotonic()
         self.touched.add(connection)
         self._prover.leave(connection)
+        if connection.party is not None and not connection.left and not self.draining:
+            # While the gateway drains, no slot is used again: what ranks hold they may go on copying.
+            self._transfers.leave(connection.party)
         connection.party = None  # a cycle would keep a dead engine's ring until some garbage collection
         engine, hello = connection.engine, connection.session.hello
         if engine is not None and hello is not None:
@@ -373,6 +401,7 @@ class Desk:
 
     def close(self) -> None:
         """Close every socket and every ring, whatever is under way (the I/O threads have ended)."""
+        self.draining = True
         for connection in list(self.connections.values()):
             self._closing(connection)
             self.forget(connection)
@@ -392,7 +421,7 @@ class Desk:
             "sessions_total": len(attached),
             "sessions_left_out": max(0, len(attached) - STATUS_SESSIONS_MAX),
             "sessions": [_session_status(connection) for connection in attached[:STATUS_SESSIONS_MAX]],
-            "counters": {**self.counters, **self._transfers.counters, **self._prover.counters},
+            "counters": {**self.counters, **self._transfers.all_counters(), **self._prover.counters},
         }
 
 

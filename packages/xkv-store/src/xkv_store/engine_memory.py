@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .control import ControlPage
 from .errors import PeerError
-from .ring import Ring, SlotRegion, memory_identity
+from .ring import Ring, RingUse, SlotBudget, SlotRegion, memory_identity
 from .table import TableReader
 
 if TYPE_CHECKING:
@@ -25,13 +25,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """One engine's ring and control page, this session's regions, and the gateway's present lookup table."""
+    """One engine's ring and control page, this session's regions, and the gateway's present lookup table.
+
+    `lease_budget`: where ranks share the load region, what this one may hold of it.
+    """
 
     card_uuid: bytes
     ring: Ring
     control: ControlPage
     store_region: SlotRegion
     load_region: SlotRegion
+    lease_budget: SlotBudget
+    ring_use: RingUse
     table: TableReader
 
     def close(self) -> None:
@@ -78,6 +83,8 @@ def _adopt(welcome: Welcome, ring_fd: int, control_fd: int, *, world_size: int, 
         control=control,
         store_region=SlotRegion(welcome.store_region.first, welcome.store_region.count),
         load_region=SlotRegion(welcome.load_region.first, welcome.load_region.count),
+        lease_budget=SlotBudget(welcome.lease_slots),
+        ring_use=welcome.ring_use,
         table=table,
     )
 
@@ -100,7 +107,8 @@ def _check_same(welcome: Welcome, ring_fd: int, control_fd: int, previous: Engin
     if memory_identity(control_fd) != previous.control.identity:
         raise PeerError("the gateway did not take this engine's control page over")
     stores, loads = previous.store_region, previous.load_region
-    before = (stores.first, stores.count, loads.first, loads.count)
+    leases = (previous.ring_use, previous.lease_budget.count)
+    before = (stores.first, stores.count, loads.first, loads.count, *leases)
     store, load = welcome.store_region, welcome.load_region
-    if (store.first, store.count, load.first, load.count) != before:
+    if (store.first, store.count, load.first, load.count, welcome.ring_use, welcome.lease_slots) != before:
         raise PeerError("the gateway divides the ring otherwise than before")

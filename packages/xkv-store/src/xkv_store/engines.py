@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from .control import ControlPage
 from .errors import PeerError, UserError
-from .ring import RankRegions, Ring, memory_identity, regions, ring_slots, staged_slots
+from .leases import LeaseRegion
+from .ring import RankRegions, Ring, RingUse, memory_identity, regions, ring_slots, staged_slots
 from .wire import DESCRIPTOR_BYTES_MAX, RANKS_MAX, Hello, RankNamespace, RefusedCode, Role
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ class Engine(Generic[Session]):
     control: ControlPage
     regions: tuple[RankRegions, ...]
     staged_slots: int  # the scheduler's; the ring's last ones
+    ring_use: RingUse
+    leases: LeaseRegion | None  # what the ranks share, where they share anything
     sessions: dict[tuple[Role, int], Session] = field(default_factory=dict)
     namespaces: dict[int, RankNamespace] = field(default_factory=dict)
 
@@ -149,6 +152,12 @@ class Engines(Generic[Session]):
                 f"xkv.staged_bytes is {hello.staged_bytes}, but this engine's first session gave "
                 f"{first.staged_bytes}; all ranks of an engine must be configured alike",
             )
+        if hello.ring_use is not None and hello.ring_use is not engine.ring_use:
+            raise Refusal(
+                RefusedCode.RING,
+                f"this rank's use of the ring is {hello.ring_use.value}, but this engine's first session gave "
+                f"{engine.ring_use.value}; all ranks of an engine must be configured alike",
+            )
         if fds and (memory_identity(fds[0]), memory_identity(fds[1])) != (
             engine.ring.identity,
             engine.control.identity,
@@ -166,6 +175,7 @@ class Engines(Generic[Session]):
                 world_size=hello.world_size,
                 load_reserve_bytes=hello.load_reserve_bytes,
                 staged_bytes=hello.staged_bytes or 0,
+                use=hello.ring_use or RingUse.OWN,
             )
         except UserError as error:
             raise Refusal(RefusedCode.RING, str(error)) from error
@@ -191,7 +201,7 @@ class Engines(Generic[Session]):
         except PeerError as error:
             ring.close()
             raise Refusal(RefusedCode.RING, str(error)) from error
-        return Engine(hello, ring, control, plan, self._staged_slots(hello))
+        return self._engine(hello, ring, control, plan)
 
     def _take_over(self, hello: Hello, fds: list[int]) -> Engine[Session]:
         """A ring and a page from a former life of the gateway; both take their descriptor, also on failure."""
@@ -211,7 +221,12 @@ class Engines(Generic[Session]):
             raise Refusal(RefusedCode.RING, str(error)) from error
         if control.boot_id != self._boot_id:
             control.set_boot(self._boot_id)
-        return Engine(hello, ring, control, plan, self._staged_slots(hello))
+        return self._engine(hello, ring, control, plan)
+
+    def _engine(self, hello: Hello, ring: Ring, control: ControlPage, plan: tuple[RankRegions, ...]) -> Engine[Session]:
+        use = hello.ring_use or RingUse.OWN
+        leases = None if use is RingUse.OWN else LeaseRegion(plan[0].load_first, plan[0].load_slots)
+        return Engine(hello, ring, control, plan, self._staged_slots(hello), use, leases)
 
 
 def check_descriptor(text: str) -> None:

@@ -11,17 +11,20 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .wire import LoadedObject, LoadStatus, StoredObject, StoreStatus
+from .wire import LeasedObject, LoadedObject, LoadStatus, StoredObject, StoreStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from .client_session import Lost
+    from . import wire
+    from .client_session import ClientSession, Lost
     from .key import ObjectKey
     from .ring import SlotRegion
 
     OnStored = Callable[[StoredObject], None]
     OnLoaded = Callable[[LoadedObject], None]
+    OnLeased = Callable[["Leased"], None]
+    Begin = Callable[[ClientSession, int], wire.FromClient]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,34 @@ class GetObject:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseObject:
+    """One object to have a lease of: `fragments` of its fragments from `first_fragment` on."""
+
+    key: ObjectKey
+    first_fragment: int
+    fragments: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """The answer to an object of a lease. Where it is OK the fragments lie in `slots`, until it is released.
+
+    `index`: in the caller's batch. `epoch`, `term`: of the session; on no other does the lease hold. `number`, `place`:
+    what the gateway knows it by.
+    """
+
+    index: int
+    status: LoadStatus
+    generation: int
+    length: int
+    slots: tuple[int, ...] = ()
+    epoch: int = 0
+    term: int = 0
+    number: int = 0
+    place: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StoredDelivery:
     """An answer on its way to a caller, with the slots that go back first."""
 
@@ -64,7 +95,15 @@ class LoadedDelivery:
     on_answer: OnLoaded
 
 
-Delivery = StoredDelivery | LoadedDelivery
+@dataclass(frozen=True, slots=True)
+class LeasedDelivery:
+    """An answer on its way to a caller."""
+
+    answer: Leased
+    on_answer: OnLeased
+
+
+Delivery = StoredDelivery | LoadedDelivery | LeasedDelivery
 
 
 @dataclass(slots=True)
@@ -82,12 +121,23 @@ class _Get:
     on_answer: OnLoaded
 
 
+@dataclass(slots=True)
+class _Lease:
+    get: int  # what the caller knows it by
+    base: int
+    indexes: set[int]
+    epoch: int
+    term: int
+    on_answer: OnLeased
+
+
 class Flights:
-    """Puts and gets by the number of their message; a get's messages by the caller's number, too."""
+    """Puts, gets and leases by the number of their message; the messages of the latter by the caller's number, too."""
 
     def __init__(self) -> None:
         self._puts: dict[int, _Put] = {}
         self._gets: dict[int, _Get] = {}
+        self._leases: dict[int, _Lease] = {}
         self._messages: dict[int, set[int]] = {}
 
     def add_put(self, number: int, *, base: int, slots: Sequence[tuple[int, ...]], on_answer: OnStored) -> None:
@@ -98,6 +148,52 @@ class Flights:
         """A get's message is under way."""
         self._gets[number] = _Get(get, base, set(range(count)), on_answer)
         self._messages.setdefault(get, set()).add(number)
+
+    def add_lease(
+        self, number: int, *, get: int, base: int, count: int, of_session: tuple[int, int], on_answer: OnLeased
+    ) -> None:
+        """A lease's message is under way, on the connection of this epoch and term."""
+        self._leases[number] = _Lease(get, base, set(range(count)), *of_session, on_answer)
+        self._messages.setdefault(get, set()).add(number)
+
+    # --- the same, with the message: what to call with a session and a number when it is sent -----------------
+
+    def putting(self, piece: tuple[wire.PutObject, ...], *, base: int, on_answer: OnStored) -> Begin:
+        """A put of these objects, the first of which is number `base` of the caller's."""
+
+        def begin(session: ClientSession, number: int) -> wire.FromClient:
+            self.add_put(number, base=base, slots=[item.slots for item in piece], on_answer=on_answer)
+            return session.put(number, piece)
+
+        return begin
+
+    def getting(self, piece: tuple[wire.GetObject, ...], *, get: int, base: int, on_answer: OnLoaded) -> Begin:
+        """A get of these objects; `get`: what the caller knows it by, 0 for the message's own number."""
+
+        def begin(session: ClientSession, number: int) -> wire.FromClient:
+            self.add_get(number, get=get or number, base=base, count=len(piece), on_answer=on_answer)
+            return session.get(number, piece)
+
+        return begin
+
+    def leasing(
+        self,
+        piece: tuple[wire.LeaseObject, ...],
+        *,
+        get: int,
+        base: int,
+        of_session: Callable[[], tuple[int, int]],
+        on_answer: OnLeased,
+    ) -> Begin:
+        """A lease of these objects."""
+
+        def begin(session: ClientSession, number: int) -> wire.FromClient:
+            self.add_lease(
+                number, get=get or number, base=base, count=len(piece), of_session=of_session(), on_answer=on_answer
+            )
+            return session.lease(number, piece)
+
+        return begin
 
     def messages_of(self, get: int) -> tuple[int, ...]:
         """The messages of a get of which something is outstanding."""
@@ -128,11 +224,37 @@ class Flights:
             deliveries.append(LoadedDelivery(moved, flight.on_answer))
         if not flight.indexes:
             del self._gets[number]
-            messages = self._messages[flight.get]
-            messages.remove(number)
-            if not messages:
-                del self._messages[flight.get]
+            self._message_over(flight.get, number)
         return deliveries
+
+    def leased(self, number: int, objects: Iterable[LeasedObject]) -> list[Delivery]:
+        """Answers have come."""
+        flight = self._leases[number]
+        deliveries: list[Delivery] = []
+        for answer in objects:
+            flight.indexes.remove(answer.index)
+            leased = Leased(
+                index=flight.base + answer.index,
+                status=answer.status,
+                generation=answer.generation,
+                length=answer.length,
+                slots=answer.slots,
+                epoch=flight.epoch,
+                term=flight.term,
+                number=number,
+                place=answer.index,
+            )
+            deliveries.append(LeasedDelivery(leased, flight.on_answer))
+        if not flight.indexes:
+            del self._leases[number]
+            self._message_over(flight.get, number)
+        return deliveries
+
+    def _message_over(self, get: int, number: int) -> None:
+        messages = self._messages[get]
+        messages.remove(number)
+        if not messages:
+            del self._messages[get]
 
     def lost(self, lost: Lost) -> list[Delivery]:
         """No answers will come: the connection has ended, and with it the gateway's hold on the slots."""
@@ -141,6 +263,8 @@ class Flights:
             deliveries += self.stored(number, [StoredObject(index, StoreStatus.SHED)])
         for number, index in lost.gets:
             deliveries += self.loaded(number, [LoadedObject(index, LoadStatus.FAILED, 0, 0)])
+        for number, index in lost.leases:
+            deliveries += self.leased(number, [LeasedObject(index, LoadStatus.FAILED, 0, 0, ())])
         return deliveries
 
 
@@ -156,7 +280,10 @@ def deliver(deliveries: Iterable[Delivery], store_region: SlotRegion) -> None:
 
 
 def _call(delivery: Delivery) -> None:
-    if isinstance(delivery, StoredDelivery):
-        delivery.on_answer(delivery.answer)
-    else:
-        delivery.on_answer(delivery.answer)
+    match delivery:
+        case StoredDelivery():
+            delivery.on_answer(delivery.answer)
+        case LoadedDelivery():
+            delivery.on_answer(delivery.answer)
+        case LeasedDelivery():
+            delivery.on_answer(delivery.answer)

@@ -7,6 +7,8 @@ state of its own. Must not know the index, who uses which slot, or what an error
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .database import Database
 from .errors import PeerError
 from .fragment import Identity, filled, pieces, prove, seal
@@ -55,6 +57,18 @@ class Medium:
             self.databases[piece.database].read(piece.slot, views[begin : begin + piece.slots])
             for fragment in range(piece.fragment, piece.fragment + piece.slots):
                 prove(views[fragment - first_fragment], identity, self.geometry, fragment)
+
+    def copy(
+        self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first_fragment: int
+    ) -> None:
+        """Copy fragments that `read` has brought into `source`, and prove each where it is now. CorruptObject."""
+        identity = self._identity(plan)
+        from_views = filled(source, plan.length, self.geometry, first_fragment)
+        to_views = filled(slots, plan.length, self.geometry, first_fragment)
+        for fragment, (view, own) in enumerate(zip(from_views, to_views, strict=True), first_fragment):
+            # numpy's copy lets other threads run
+            np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(view, np.uint8))
+            prove(own, identity, self.geometry, fragment)
 
     def _identity(self, plan: ObjectPlan) -> Identity:
         return Identity(self.card_uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)

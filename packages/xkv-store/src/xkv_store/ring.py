@@ -13,6 +13,7 @@ import os
 import re
 import threading
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -199,18 +200,56 @@ class SlotRegion:
         return sorted(places)
 
 
+class SlotBudget:
+    """How many slots of a region that is shared one session may hold at once. Any thread may take and give."""
+
+    def __init__(self, count: int) -> None:
+        assert count >= 0
+        self.count = count
+        self._lock = threading.Lock()
+        self._free = count
+
+    @property
+    def free(self) -> int:
+        """Slots that may be taken now."""
+        return self._free
+
+    def take(self, count: int) -> bool:
+        """Whether `count` more may be held; then they count as held."""
+        assert count > 0
+        with self._lock:
+            if count > self._free:
+                return False
+            self._free -= count
+        return True
+
+    def give(self, count: int) -> None:
+        """So many are held no more."""
+        with self._lock:
+            self._free += count
+            assert self._free <= self.count, "slots are given back twice"
+
+
+class RingUse(str, Enum):
+    """How an engine's ranks use the load reserve of their ring (ADR 0010)."""
+
+    OWN = "own"  # each rank has load slots of its own, and names them in its gets
+    LEASED = "leased"  # one region for all ranks: the gateway says what lies where, for as long as a lease is held
+    REPLICATED = "replicated"  # leased, and rank 0 alone stores
+
+
 @dataclass(frozen=True, slots=True)
 class RankRegions:
-    """One rank's part of a ring: slots that stores use, then slots that loads use."""
+    """One rank's part of a ring: slots that stores use, and slots that loads use.
+
+    `lease_slots`: where the load region is the engine's and not the rank's, how many of it the rank may hold at once.
+    """
 
     first: int
     store_slots: int
+    load_first: int
     load_slots: int
-
-    @property
-    def load_first(self) -> int:
-        """The first slot of the load region."""
-        return self.first + self.store_slots
+    lease_slots: int = 0
 
 
 def ring_slots(*, ring_bytes: int, slot_bytes: int) -> int:
@@ -230,13 +269,21 @@ def staged_slots(*, staged_bytes: int, slot_bytes: int) -> int:
 
 
 def regions(
-    *, ring_bytes: int, slot_bytes: int, world_size: int, load_reserve_bytes: int, staged_bytes: int = 0
+    *,
+    ring_bytes: int,
+    slot_bytes: int,
+    world_size: int,
+    load_reserve_bytes: int,
+    staged_bytes: int = 0,
+    use: RingUse = RingUse.OWN,
 ) -> tuple[RankRegions, ...]:
     """Divide a ring evenly over the ranks, and each rank's part into slots for stores and for loads.
 
     The reserve is the whole engine's; each rank has its share, rounded up, at least one slot and at most
     all but one. What the scheduler has is taken off the ring's end first; what does not divide evenly stays
-    unused. Raises UserError where a rank would have fewer than two slots.
+    unused. Where loads are leased, the shares are one region behind all store regions, and a rank may hold as many
+    slots of it as its share has: so there is always a slot that nobody holds for whoever holds less than his share.
+    Raises UserError where a rank would have fewer than two slots.
     """
     assert world_size > 0
     staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=slot_bytes)
@@ -247,4 +294,10 @@ def regions(
         raise UserError(f"xkv.ring_bytes is {ring_bytes}: {world_size} ranks need at least {needed}{beside}")
     share = -(-load_reserve_bytes // (slot_bytes * world_size))
     load = min(max(share, 1), each - 1)
-    return tuple(RankRegions(first=rank * each, store_slots=each - load, load_slots=load) for rank in range(world_size))
+    stores = each - load
+    if use is RingUse.OWN:
+        return tuple(RankRegions(rank * each, stores, rank * each + stores, load) for rank in range(world_size))
+    leased = (world_size * stores, world_size * load, load)
+    if use is RingUse.LEASED:
+        return tuple(RankRegions(rank * stores, stores, *leased) for rank in range(world_size))
+    return tuple(RankRegions(0, 0 if rank else world_size * stores, *leased) for rank in range(world_size))

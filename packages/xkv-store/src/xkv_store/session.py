@@ -9,12 +9,32 @@ A peer's fault becomes `Refused` and an ending session, never an exception; our 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from .errors import PeerError
 from .key import ObjectKey
+from .session_actions import (
+    Action,
+    Actions,
+    Admit,
+    CancelGet,
+    Close,
+    DropLease,
+    GetTask,
+    LeaseTask,
+    PutTask,
+    RecordNamespace,
+    RecordTouch,
+    ReportNamespaces,
+    ReportStatus,
+    Send,
+    StartGet,
+    StartLease,
+    StartPut,
+    StopGateway,
+    VerifyCard,
+)
 from .wire import (
     OBJECTS_PER_SESSION_MAX,
     PROTOCOL_VERSION,
@@ -24,19 +44,19 @@ from .wire import (
     Cancel,
     Done,
     FromClient,
-    FromGateway,
     Get,
-    GetObject,
     Hello,
+    Lease,
+    LeasedObject,
     LoadedObject,
     LoadStatus,
     Namespaces,
     PublishNamespace,
     Put,
-    PutObject,
     RankNamespace,
     Refused,
     RefusedCode,
+    Release,
     Role,
     Status,
     Stop,
@@ -49,6 +69,7 @@ from .wire import (
     bounded_text,
     decode_from_client,
     foreign_version,
+    split_leased,
     split_loaded,
     split_stored,
 )
@@ -116,138 +137,9 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 
 PERMITTED: Final[dict[Role, frozenset[type]]] = {
     Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, Get, Cancel, AskStatus}),
-    Role.RANK: frozenset({PublishNamespace, Put, Get, Cancel, AskStatus}),
+    Role.RANK: frozenset({PublishNamespace, Put, Get, Lease, Release, Cancel, AskStatus}),
     Role.TOOL: frozenset({AskStatus, Stop, Verify}),
 }
-
-
-# --- actions: what the gateway is to do -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Send this message (a Welcome with its descriptors)."""
-
-    message: FromGateway
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """Decide on this Hello, then call `admit` or `refuse`; `reattaching`: ring and control page came too."""
-
-    hello: Hello
-    reattaching: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PutTask:
-    """Object `index` of a put, its slots in flight from now on."""
-
-    index: int
-    key: ObjectKey
-    item: PutObject
-
-
-@dataclass(frozen=True, slots=True)
-class GetTask:
-    """Object `index` of a get, its slots in flight from now on."""
-
-    index: int
-    key: ObjectKey
-    item: GetObject
-
-
-@dataclass(frozen=True, slots=True)
-class StartPut:
-    """Begin these; report each once with `stored`."""
-
-    put: int
-    tasks: tuple[PutTask, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StartGet:
-    """Begin these; report each once with `loaded`."""
-
-    get: int
-    tasks: tuple[GetTask, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CancelGet:
-    """Nobody waits for these any more: report them with `loaded` as soon as their slots are not touched."""
-
-    get: int
-    indexes: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordTouch:
-    """These tags were looked up."""
-
-    tags: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RecordNamespace:
-    """The session published this (it also stands in `published`).
-
-    `adopted`: by the scheduler, so objects are stored under it; else by a rank, for the scheduler to ask for.
-    """
-
-    published: RankNamespace
-    adopted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ReportNamespaces:
-    """Answer with `reply`: what the sessions of this engine's ranks have published."""
-
-    ask: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReportStatus:
-    """Answer with `reply`."""
-
-    ask: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopGateway:
-    """Answer Done with `reply`, then drain the gateway."""
-
-    ask: int
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyCard:
-    """Prove the card's objects, telling of it with `reply`."""
-
-    ask: int
-    drop: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Close the connection once what is to be sent has gone out: nothing touches its slots any more."""
-
-
-Action = (
-    Send
-    | Admit
-    | StartPut
-    | StartGet
-    | CancelGet
-    | RecordTouch
-    | RecordNamespace
-    | ReportNamespaces
-    | ReportStatus
-    | StopGateway
-    | VerifyCard
-    | Close
-)
-Actions = list[Action]
 
 
 class GatewaySession:
@@ -263,9 +155,13 @@ class GatewaySession:
         self._puts: dict[int, dict[int, tuple[int, ...]]] = {}  # put -> index -> slots
         self._gets: dict[int, dict[int, tuple[int, ...]]] = {}
         self._last_put = -1
-        self._last_get = -1
+        self._last_get = -1  # a lease's number is a get's
+        self._leases: dict[int, dict[int, int]] = {}  # lease -> index -> slots, not answered yet
+        self._held: dict[int, dict[int, int]] = {}  # the same, answered and not released
+        self._lease_slots_max = 0
+        self._lease_slots = 0  # of both
         self.in_flight = 0
-        """Objects of puts and gets that are not answered yet."""
+        """Objects of puts, gets and leases that are not answered yet."""
 
     # --- packets -----------------------------------------------------------------------------------------
 
@@ -317,16 +213,25 @@ class GatewaySession:
         match message:
             case Put():
                 return self._receive_put(message)
-            case Get():
-                return self._receive_get(message)
-            case Cancel(get):
-                outstanding = self._gets.get(get)
-                return [CancelGet(get, tuple(outstanding))] if outstanding else []
+            case Get() | Lease() | Release() | Cancel():
+                return self._receive_of_get(message)
             case PublishNamespace(namespace, descriptor):
                 self.published = RankNamespace(hello.rank, namespace, descriptor)
                 return [RecordNamespace(self.published, adopted=hello.role is Role.SCHEDULER)]
             case _:
                 return [_plain_action(message)]
+
+    def _receive_of_get(self, message: Get | Lease | Release | Cancel) -> Actions:
+        match message:
+            case Get():
+                return self._receive_get(message)
+            case Lease():
+                return self._receive_lease(message)
+            case Release(lease, indexes):
+                return self._receive_release(lease, indexes)
+            case Cancel(get):
+                outstanding = (*self._gets.get(get, ()), *self._leases.get(get, ()))
+                return [CancelGet(get, outstanding)] if outstanding else []
 
     def _receive_put(self, message: Put) -> Actions:
         if message.put <= self._last_put:
@@ -351,9 +256,7 @@ class GatewaySession:
         return actions
 
     def _receive_get(self, message: Get) -> Actions:
-        if message.get <= self._last_get:
-            raise PeerError(f"get {message.get} after get {self._last_get}")
-        self._last_get = message.get
+        self._next_get(message.get)
         room = self._room()
         tasks: list[GetTask] = []
         refused: list[LoadedObject] = []
@@ -369,6 +272,41 @@ class GatewaySession:
             self._gets[message.get] = flight
             actions.append(StartGet(message.get, tuple(tasks)))
         return actions
+
+    def _receive_lease(self, message: Lease) -> Actions:
+        self._next_get(message.lease)
+        wanted = sum(item.fragments for item in message.objects)
+        if self._lease_slots + wanted > self._lease_slots_max:
+            raise PeerError(
+                f"a lease of {wanted} slots beside {self._lease_slots}: the session may hold {self._lease_slots_max}"
+            )
+        room = self._room()
+        tasks = [
+            LeaseTask(index, ObjectKey.decode(item.key), item) for index, item in enumerate(message.objects[:room])
+        ]
+        refused = [LeasedObject(index, LoadStatus.BUSY, 0, 0, ()) for index in range(len(tasks), len(message.objects))]
+        actions: Actions = [Send(answer) for answer in split_leased(message.lease, refused)]
+        if tasks:
+            self._leases[message.lease] = {task.index: task.item.fragments for task in tasks}
+            self._lease_slots += sum(task.item.fragments for task in tasks)
+            self.in_flight += len(tasks)
+            actions.append(StartLease(message.lease, tuple(tasks)))
+        return actions
+
+    def _receive_release(self, lease: int, indexes: tuple[int, ...]) -> Actions:
+        held = self._held.get(lease, {})
+        for index in indexes:
+            if index not in held:
+                raise PeerError(f"object {index} of lease {lease} is released, which is not held")
+            self._lease_slots -= held.pop(index)
+        if not held:
+            self._held.pop(lease, None)
+        return [DropLease(lease, indexes)]
+
+    def _next_get(self, number: int) -> None:
+        if number <= self._last_get:
+            raise PeerError(f"get or lease {number} after {self._last_get}")
+        self._last_get = number
 
     def _room(self) -> int:
         return OBJECTS_PER_SESSION_MAX - self.in_flight if self.state is State.ATTACHED else 0
@@ -390,7 +328,8 @@ class GatewaySession:
     def admit(self, welcome: Welcome) -> Actions:
         """The Hello is accepted; from here on the regions of `welcome` are the session's slots."""
         self._move(Event.ADMITTED)
-        regions = (welcome.store_region, welcome.load_region)
+        self._lease_slots_max = welcome.lease_slots
+        regions = (welcome.store_region,) if welcome.lease_slots else (welcome.store_region, welcome.load_region)
         self._own = tuple(range(region.first, region.first + region.count) for region in regions)
         return [Send(welcome)]
 
@@ -437,6 +376,23 @@ class GatewaySession:
         listening = self.state is not State.ENDING
         return [*(Send(answer) for answer in split_loaded(get, objects) if listening), *self._settle()]
 
+    def leased(self, lease: int, objects: Sequence[LeasedObject]) -> Actions:
+        """These objects of a lease are answered; the slots of those that are OK are held until they are released."""
+        flight = self._leases.get(lease, {})
+        for answer in objects:
+            slots = flight.pop(answer.index, None)
+            if slots is None:
+                raise LocalProtocolError(f"object {answer.index} of lease {lease} is not in flight")
+            self.in_flight -= 1
+            if answer.status is LoadStatus.OK:
+                self._held.setdefault(lease, {})[answer.index] = slots
+            else:
+                self._lease_slots -= slots
+        if not flight:
+            self._leases.pop(lease, None)
+        listening = self.state is not State.ENDING
+        return [*(Send(answer) for answer in split_leased(lease, objects) if listening), *self._settle()]
+
     # --- inside ------------------------------------------------------------------------------------------
 
     def _move(self, event: Event) -> None:
@@ -446,7 +402,9 @@ class GatewaySession:
         self.state = to
 
     def _abandon(self) -> Actions:
-        return [*(CancelGet(get, tuple(own)) for get, own in self._gets.items()), *self._settle()]
+        outstanding = [(number, tuple(own)) for number, own in self._gets.items()]
+        outstanding += [(number, tuple(own)) for number, own in self._leases.items()]
+        return [*(CancelGet(number, own) for number, own in outstanding), *self._settle()]
 
     def _settle(self) -> Actions:
         if self.in_flight or self.state not in (State.DRAINING, State.ENDING):

@@ -3,7 +3,7 @@
 Owns: what is in flight for which session, and that every object is answered exactly once, or its session is gone.
 Must not know: sockets, the index, how an object lies on the medium.
 
-All of it runs on the event loop's thread, save `_write` and `_read`, which the pool's threads call.
+All of it runs on the event loop's thread, save `_write`, which the pool's threads call.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ import errno
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from .card import PutRefusal
 from .errors import CorruptObject, MediumError
 from .io_pool import IoPool, Job, Lane, WithdrawnError
+from .leases import Part
+from .reads import Landing, Reads, Waiting
 from .testing.points import reached
-from .wire import LoadedObject, LoadStatus, StoredObject, StoreStatus
+from .wire import LeasedObject, LoadedObject, LoadStatus, StoredObject, StoreStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .card import Card, GetPlan, PutPlan
+    from .key import ObjectKey
+    from .leases import LeaseRegion, Placed
     from .ring import Ring
-    from .session import CancelGet, GetTask, PutTask, StartGet, StartPut
+    from .session_actions import CancelGet, DropLease, PutTask, StartGet, StartLease, StartPut
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +55,23 @@ class Answers(Protocol):
     def loaded(self, get: int, answer: LoadedObject) -> None:
         """Send this with others of the same get."""
 
+    def leased(self, lease: int, answer: LeasedObject) -> None:
+        """Send this with others of the same lease."""
+
 
 @dataclass(slots=True, eq=False)
 class Party:
-    """One session as its puts and gets see it: where its slots are, where its answers go."""
+    """One session as its puts and gets see it: where its slots are, where its answers go.
+
+    `region`: what it shares with the other ranks, where they share anything; `held`: what it has of that, by number
+    and index of the lease. `end_term`: makes that known not to hold any more.
+    """
 
     ring: Ring
     answers: Answers
+    region: LeaseRegion | None = None
+    end_term: Callable[[], None] | None = None
+    held: dict[tuple[int, int], Placed] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,15 +83,17 @@ class _Putting:
     plan: PutPlan
 
 
-@dataclass(slots=True, eq=False)
-class _Getting:
-    party: Party
-    get: int
-    index: int
-    slots: tuple[int, ...]
-    first_fragment: int
-    plan: GetPlan
-    cancelled: bool = False
+class _Getting(Waiting):
+    """One object of a get, or of a lease, until it is answered."""
+
+    __slots__ = ("cancelled", "index", "number", "party")
+
+    def __init__(self, party: Party, number: int, index: int, plan: GetPlan, landing: Landing) -> None:
+        super().__init__(plan, landing)
+        self.party = party
+        self.number = number
+        self.index = index
+        self.cancelled = False
 
 
 class Transfers:
@@ -90,14 +106,19 @@ class Transfers:
         self._pool = pool
         self._unconfirmed: dict[int, _Putting] = {}  # by generation: written, its index entry not yet committed
         self._getting: dict[tuple[Party, int], set[_Getting]] = {}
-        self._jobs: dict[Job, _Putting | _Getting] = {}
+        self._jobs: dict[Job, _Putting] = {}
+        self._reads = Reads(card, pool, self._landed)
         self._logged_at_s = -LOG_INTERVAL_S
         self.counters: Counter[str] = Counter()
 
     @property
     def in_flight(self) -> int:
         """Objects that are in the pool or wait for their commit."""
-        return len(self._jobs) + len(self._unconfirmed)
+        return len(self._jobs) + len(self._reads) + len(self._unconfirmed)
+
+    def all_counters(self) -> dict[str, int]:
+        """What has happened so far, reads included."""
+        return {**self.counters, **self._reads.counters}
 
     # --- puts --------------------------------------------------------------------------------------------
 
@@ -118,7 +139,10 @@ class Transfers:
             return _REFUSED[plan]
         putting = _Putting(party, put, task.index, item.slots, plan)
         reached("put.received")
-        self._submit(Lane.STORE, putting, partial(self._write, putting))
+        job = Job(Lane.STORE, partial(self._write, putting))
+        self._jobs[job] = putting
+        taken = self._pool.submit(job)
+        assert taken, "the lane was asked for room on this thread, and only this thread fills it"
         return None
 
     def _write(self, putting: _Putting) -> None:
@@ -156,67 +180,137 @@ class Transfers:
         putting.party.answers.stored(putting.put, StoredObject(putting.index, status))
         reached("put.answered")
 
-    # --- gets --------------------------------------------------------------------------------------------
+    # --- gets and leases ---------------------------------------------------------------------------------
 
     def get(self, party: Party, start: StartGet, now_ns: int) -> None:
         """Begin, or answer at once, every object of a get."""
         for task in start.tasks:
-            status = self._begin_get(party, start.get, task, now_ns)
-            if status is not None:
-                self._count("get", status)
-                party.answers.loaded(start.get, LoadedObject(task.index, status, 0, 0))
+            slots, first_fragment = task.item.slots, task.item.first_fragment
+            plan = self._begin_get(task.key, first_fragment, len(slots), now_ns)
+            if plan is None or self._reads.full:
+                self._refuse_get(party, start.get, task.index, plan)
+                continue
+            landing = Landing(party.ring, slots, None)
+            self._wait(party, start.get, task.index, plan, landing)
+            self._reads.begin(plan, Part(plan.generation, first_fragment, len(slots)), landing)
 
-    def _begin_get(self, party: Party, get: int, task: GetTask, now_ns: int) -> LoadStatus | None:
-        if self._pool.full(Lane.LOAD):
-            return LoadStatus.BUSY
-        plan = self._card.begin_get(task.key, now_ns)
-        if plan is None:
-            return LoadStatus.MISS
-        slots, first_fragment = task.item.slots, task.item.first_fragment
-        if first_fragment + len(slots) > self._card.geometry.fragments(plan.length):
+    def lease(self, party: Party, start: StartLease, now_ns: int) -> None:
+        """Begin, or answer at once, every object of a lease."""
+        region = party.region
+        assert region is not None, "only ranks of an engine with a shared region may hold slots of it"
+        for task in start.tasks:
+            first_fragment, fragments = task.item.first_fragment, task.item.fragments
+            plan = self._begin_get(task.key, first_fragment, fragments, now_ns)
+            part = Part(0 if plan is None else plan.generation, first_fragment, fragments)
+            placed = None if plan is None else region.find(part)
+            if plan is None or (placed is None and self._reads.full):
+                self._refuse_lease(party, start.lease, task.index, plan)
+                continue
+            is_new = placed is None
+            placed = placed or region.place(part)
+            landing = Landing(party.ring, placed.slots, placed) if is_new else self._reads.landing_of(placed)
+            if landing is None:
+                self.counters["leases_found"] += 1
+                self._answer_lease(party, (start.lease, task.index), LoadStatus.OK, plan, placed)
+                continue
+            self._wait(party, start.lease, task.index, plan, landing)
+            if is_new:
+                self._reads.begin(plan, part, landing)
+            else:
+                self.counters["leases_joined"] += 1
+
+    def _begin_get(self, key: ObjectKey, first_fragment: int, fragments: int, now_ns: int) -> GetPlan | None:
+        """Pin the object; None for a miss."""
+        plan = self._card.begin_get(key, now_ns)
+        if plan is not None and first_fragment + fragments > self._card.geometry.fragments(plan.length):
             self._card.end_get(plan)  # an object shorter than the caller believes is not the one it means
-            return LoadStatus.MISS
-        getting = _Getting(party, get, task.index, slots, first_fragment, plan)
-        self._getting.setdefault((party, get), set()).add(getting)
+            return None
+        return plan
+
+    def _wait(self, party: Party, number: int, index: int, plan: GetPlan, landing: Landing) -> None:
+        self._getting.setdefault((party, number), set()).add(_Getting(party, number, index, plan, landing))
         reached("get.received")
-        self._submit(Lane.LOAD, getting, partial(self._read, getting))
-        return None
 
-    def _read(self, getting: _Getting) -> None:
-        reached("get.before_read")
-        slot = getting.party.ring.slot
-        self._card.read(getting.plan, [slot(number) for number in getting.slots], getting.first_fragment)
-        reached("get.read")
+    def _refuse_get(self, party: Party, get: int, index: int, plan: GetPlan | None) -> None:
+        status = self._refusal(plan)
+        party.answers.loaded(get, LoadedObject(index, status, 0, 0))
 
-    def _have_read(self, getting: _Getting, error: Exception | None) -> None:
-        party, plan = getting.party, getting.plan
-        siblings = self._getting[party, getting.get]
+    def _refuse_lease(self, party: Party, lease: int, index: int, plan: GetPlan | None) -> None:
+        status = self._refusal(plan)
+        party.answers.leased(lease, LeasedObject(index, status, 0, 0, ()))
+
+    def _refusal(self, plan: GetPlan | None) -> LoadStatus:
+        """Why nothing begins: no such object, or no room in the queue."""
+        if plan is not None:
+            self._card.end_get(plan)
+        status = LoadStatus.MISS if plan is None else LoadStatus.BUSY
+        self._count("get", status)
+        return status
+
+    def _landed(self, landing: Landing, plan: GetPlan, error: Exception | None) -> None:
+        """A read has ended: answer all who wait for it here."""
+        status = self._judge_read(plan, error)
+        if landing.placed is not None and status is not LoadStatus.OK:
+            _region_of(landing).spoil(landing.placed)
+        for waiting in list(landing.waiting):
+            assert isinstance(waiting, _Getting)
+            is_late = waiting.cancelled and status is not LoadStatus.CORRUPT
+            self._answer(waiting, LoadStatus.CANCELLED if is_late else status)
+
+    def _answer(self, getting: _Getting, status: LoadStatus) -> None:
+        party, number, plan = getting.party, getting.number, getting.plan
+        getting.landing.waiting.remove(getting)  # a cycle would keep a dead engine's ring until some garbage collection
+        siblings = self._getting[party, number]
         siblings.discard(getting)
         if not siblings:
-            del self._getting[party, getting.get]
+            del self._getting[party, number]
+        placed = getting.landing.placed
+        if placed is not None:
+            self._answer_lease(party, (number, getting.index), status, plan, placed)
+            return
         self._card.end_get(plan)
-        status = self._judge_read(getting, error)
         self._count("get", status)
-        answer = LoadedObject(getting.index, status, plan.generation, plan.length)
-        party.answers.loaded(getting.get, answer)
+        party.answers.loaded(number, LoadedObject(getting.index, status, plan.generation, plan.length))
         reached("get.answered")
 
-    def _judge_read(self, getting: _Getting, error: Exception | None) -> LoadStatus:
+    def _answer_lease(
+        self, party: Party, name: tuple[int, int], status: LoadStatus, plan: GetPlan, placed: Placed
+    ) -> None:
+        """`name`: the lease's number and the object's index in it."""
+        lease, index = name
+        self._card.end_get(plan)
+        self._count("get", status)
+        slots: tuple[int, ...] = ()
+        if status is LoadStatus.OK:
+            slots = placed.slots
+            party.held[name] = placed
+        else:
+            assert party.region is not None
+            party.region.let_go(placed)
+        party.answers.leased(lease, LeasedObject(index, status, plan.generation, plan.length, slots))
+        reached("get.answered")
+
+    def drop(self, party: Party, drop: DropLease) -> None:
+        """The session has copied these."""
+        assert party.region is not None
+        for index in drop.indexes:
+            party.region.let_go(party.held.pop((drop.lease, index)))
+
+    def _judge_read(self, plan: GetPlan, error: Exception | None) -> LoadStatus:
         """What a read's end means. A corrupt object and one with unreadable sectors (EIO) leave the card.
 
         Any other error (no memory, a device that went away for a moment) says nothing about the object: it
         stays, the load fails, and the client's denial makes its next lookup a miss.
         """
-        plan = getting.plan
+        if error is None:
+            return LoadStatus.OK
+        if isinstance(error, WithdrawnError):
+            return LoadStatus.CANCELLED
         if isinstance(error, CorruptObject):
             self._card.drop(plan.key, plan.generation, "corrupt")
             self._log_error("corrupt object", error)
             self._damaged(plan, str(error))
             return LoadStatus.CORRUPT
-        if isinstance(error, WithdrawnError) or getting.cancelled:
-            return LoadStatus.CANCELLED
-        if error is None:
-            return LoadStatus.OK
         medium_error = self._as_medium_error(error)
         if medium_error is not None and medium_error.errno == errno.EIO:
             self._card.drop(plan.key, plan.generation, "unreadable")
@@ -224,44 +318,50 @@ class Transfers:
         return LoadStatus.FAILED
 
     def cancel(self, party: Party, cancel: CancelGet) -> None:
-        """Answer what is outstanding of this get as cancelled: at once where nothing has begun."""
-        getting = self._getting.get((party, cancel.get), set())
-        for one in getting:
-            one.cancelled = True
-        if getting:
-            self._withdraw(lambda work: work in getting)
+        """Answer what is outstanding of this get as cancelled: at once where nothing has begun, or others wait."""
+        alone: list[Landing] = []
+        for getting in list(self._getting.get((party, cancel.get), ())):
+            getting.cancelled = True
+            if len(getting.landing.waiting) == 1:
+                alone.append(getting.landing)
+            else:
+                self._answer(getting, LoadStatus.CANCELLED)
+        for landing in self._reads.leave(alone):
+            if landing.placed is not None:
+                _region_of(landing).spoil(landing.placed)
+            for waiting in list(landing.waiting):
+                assert isinstance(waiting, _Getting)
+                self._answer(waiting, LoadStatus.CANCELLED)
 
     # --- both --------------------------------------------------------------------------------------------
 
     def leave(self, party: Party) -> None:
-        """Nobody hears this session's answers any more: end what has not begun. The rest ends by itself."""
-        self._withdraw(lambda work: work.party is party)
+        """Nobody hears this session's answers any more: end what has not begun. The rest ends by itself.
+
+        Its gets and leases that are not answered have been cancelled.
+        """
+        self._withdraw(lambda putting: putting.party is party)
+        if party.end_term is not None:
+            party.end_term()
+        for placed in party.held.values():
+            assert party.region is not None
+            party.region.let_go(placed)
+        party.held.clear()
 
     def withdraw_all(self) -> None:
         """End everything that has not begun (the drain's time is over)."""
         self._withdraw(lambda _: True)
+        self._reads.withdraw_all()
 
     def ended(self, job: Job) -> None:
         """The pool has ended this load or store: go on with it."""
-        self._ended(job)
+        if not self._reads.ended(job):
+            self._written(self._jobs.pop(job), job.error)
 
-    def _withdraw(self, wanted: Callable[[_Putting | _Getting], bool]) -> None:
+    def _withdraw(self, wanted: Callable[[_Putting], bool]) -> None:
         jobs = self._jobs
         for job in self._pool.withdraw(lambda job: job in jobs and wanted(jobs[job])):
-            self._ended(job)
-
-    def _submit(self, lane: Lane, work: _Putting | _Getting, run: partial[None]) -> None:
-        job = Job(lane, run)
-        self._jobs[job] = work
-        taken = self._pool.submit(job)
-        assert taken, "the lane was asked for room on this thread, and only this thread fills it"
-
-    def _ended(self, job: Job) -> None:
-        work = self._jobs.pop(job)
-        if isinstance(work, _Putting):
-            self._written(work, job.error)
-        else:
-            self._have_read(work, job.error)
+            self._written(jobs.pop(job), job.error)
 
     def _as_medium_error(self, error: Exception | None) -> MediumError | None:
         if error is None or isinstance(error, MediumError):
@@ -284,3 +384,12 @@ class Transfers:
 
     def _count(self, what: str, status: StoreStatus | LoadStatus) -> None:
         self.counters[f"{what}_{status.name.lower()}"] += 1
+
+
+def _region_of(landing: Landing) -> LeaseRegion:
+    """The region that a landing's place is in: all who wait there are of one engine."""
+    waiting = landing.waiting[0]
+    assert isinstance(waiting, _Getting)
+    region = waiting.party.region
+    assert region is not None
+    return region

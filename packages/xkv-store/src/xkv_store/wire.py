@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 import msgspec
 
 from .errors import PeerError
+from .ring import RingUse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAGIC: Final = b"XKV1"
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 
 MESSAGE_BYTES_MAX: Final = 65_536
 """Below the default socket buffer, so that the kernel keeps a message whole and takes several at once."""
@@ -151,6 +152,24 @@ class GetObject(_Part, frozen=True):
     first_fragment: _U32
 
 
+class LeaseObject(_Part, frozen=True):
+    """One object of a lease: its encoded key, and which of its fragments are wanted."""
+
+    key: _Key
+    first_fragment: _U32
+    fragments: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_PER_OBJECT_MAX)]
+
+
+class LeasedObject(_Part, frozen=True):
+    """The answer to object `index` of a lease: where its fragments lie, one slot each; none unless it is `OK`."""
+
+    index: _U32
+    status: LoadStatus
+    generation: _U64
+    length: _U64
+    slots: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=SLOTS_PER_OBJECT_MAX)]
+
+
 class StoredObject(_Part, frozen=True):
     """The answer to object `index` of a put."""
 
@@ -188,7 +207,8 @@ class RankNamespace(_Part, frozen=True):
 class Hello(_Message, frozen=True):
     """The first message of a client. A tool gives 0 for ring, reserve, staged and fragment.
 
-    `staged_bytes`: the scheduler's part of the ring; None from a scheduler that takes what its ranks have said.
+    `staged_bytes`: the scheduler's part of the ring; `ring_use`: how its ranks load; None from a scheduler that takes
+    what its ranks have said.
     """
 
     version: _U32
@@ -201,6 +221,7 @@ class Hello(_Message, frozen=True):
     staged_bytes: _U64 | None
     fragment_bytes: _U32
     pid: _U32
+    ring_use: RingUse | None = RingUse.OWN
 
 
 class PublishNamespace(_Message, frozen=True):
@@ -230,6 +251,20 @@ class Get(_Message, frozen=True):
     objects: Annotated[tuple[GetObject, ...], msgspec.Meta(min_length=1)]
 
 
+class Lease(_Message, frozen=True):
+    """Bring these objects into the region that the engine's ranks share, and leave them there until released."""
+
+    lease: _U64
+    objects: Annotated[tuple[LeaseObject, ...], msgspec.Meta(min_length=1)]
+
+
+class Release(_Message, frozen=True):
+    """These objects of a lease are copied: their slots may be used again."""
+
+    lease: _U64
+    indexes: Annotated[tuple[_U32, ...], msgspec.Meta(min_length=1)]
+
+
 class Touch(_Message, frozen=True):
     """These chunks were looked up."""
 
@@ -237,7 +272,7 @@ class Touch(_Message, frozen=True):
 
 
 class Cancel(_Message, frozen=True):
-    """Answer what is outstanding of this get."""
+    """Answer what is outstanding of this get, or lease."""
 
     get: _U64
 
@@ -262,7 +297,11 @@ class Verify(_Message, frozen=True):
 
 
 class Welcome(_Message, frozen=True):
-    """The session is attached. A tool gets no ring, so no slots and no descriptors."""
+    """The session is attached. A tool gets no ring, so no slots and no descriptors.
+
+    `lease_slots`: where it is not 0, the load region is shared with the engine's other ranks, and the session may hold
+    so many slots of it.
+    """
 
     version: _U32
     session: _U64
@@ -274,6 +313,8 @@ class Welcome(_Message, frozen=True):
     store_region: SlotRange
     load_region: SlotRange
     heartbeat_ms: _U32
+    ring_use: RingUse = RingUse.OWN
+    lease_slots: _U32 = 0
 
 
 class Refused(_Message, frozen=True):
@@ -304,6 +345,13 @@ class Loaded(_Message, frozen=True):
     objects: tuple[LoadedObject, ...]
 
 
+class Leased(_Message, frozen=True):
+    """Answers to objects of a lease."""
+
+    lease: _U64
+    objects: tuple[LeasedObject, ...]
+
+
 class Status(_Message, frozen=True):
     """JSON text: counters, capacity, sessions."""
 
@@ -331,8 +379,10 @@ class Verifying(_Message, frozen=True):
     reason: str
 
 
-FromClient = Hello | PublishNamespace | AskNamespaces | Put | Get | Touch | Cancel | AskStatus | Stop | Verify
-FromGateway = Welcome | Refused | Namespaces | Stored | Loaded | Status | Done | Verifying
+FromClient = (
+    Hello | PublishNamespace | AskNamespaces | Put | Get | Lease | Release | Touch | Cancel | AskStatus | Stop | Verify
+)
+FromGateway = Welcome | Refused | Namespaces | Stored | Loaded | Leased | Status | Done | Verifying
 
 _Wire = TypeVar("_Wire")
 _Item = TypeVar("_Item")
@@ -399,6 +449,11 @@ def split_gets(objects: Sequence[GetObject]) -> list[tuple[GetObject, ...]]:
     return _split(objects, empty=Get(_NUMBER_MAX, ()))
 
 
+def split_leases(objects: Sequence[LeaseObject]) -> list[tuple[LeaseObject, ...]]:
+    """Cut a batch in order; each piece fits one Lease of any number."""
+    return _split(objects, empty=Lease(_NUMBER_MAX, ()))
+
+
 def split_touches(tags: Sequence[int]) -> list[Touch]:
     """Touches of all tags, in order."""
     return [Touch(piece) for piece in _split(tags, empty=Touch(()))]
@@ -412,6 +467,11 @@ def split_stored(put: int, objects: Sequence[StoredObject]) -> list[Stored]:
 def split_loaded(get: int, objects: Sequence[LoadedObject]) -> list[Loaded]:
     """Answers of all objects, in order."""
     return [Loaded(get, piece) for piece in _split(objects, empty=Loaded(_NUMBER_MAX, ()))]
+
+
+def split_leased(lease: int, objects: Sequence[LeasedObject]) -> list[Leased]:
+    """Answers of all objects, in order."""
+    return [Leased(lease, piece) for piece in _split(objects, empty=Leased(_NUMBER_MAX, ()))]
 
 
 def split_namespaces(ask: int, ranks: Sequence[RankNamespace]) -> list[Namespaces]:

@@ -97,7 +97,10 @@ class StepPool(IoPool):
 
     def begin(self, which: int) -> None:
         """A thread takes up a waiting job: it can be withdrawn no more."""
-        self.begun.append(self.waiting.pop(which % len(self.waiting)))
+        job = self.waiting.pop(which % len(self.waiting))
+        if job.lane is Lane.LOAD:
+            job.run.__self__.begin()  # type: ignore[attr-defined]
+        self.begun.append(job)
 
     def end(self, which: int, error: MediumError | None = None) -> Job:
         """A job that has begun does its work, the whole of it only now, or fails."""
@@ -207,6 +210,9 @@ class StepGateway:
         self.card.abandon()
 
 
-def work_of(job: Job) -> Any:
-    """The put or get that a job of the transfers is for."""
-    return job.run.args[0]  # type: ignore[attr-defined]
+def works_of(job: Job) -> list[Any]:
+    """The puts or gets that a job of the transfers is for: of a read, all who wait for it."""
+    if job.lane is Lane.STORE:
+        return [job.run.args[0]]  # type: ignore[attr-defined]
+    read = job.run.__self__  # type: ignore[attr-defined]
+    return [waiting for landing in read.landings for waiting in landing.waiting]

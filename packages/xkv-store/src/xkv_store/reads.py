@@ -1,0 +1,211 @@
+"""Reads of objects, each once for all who want the same at the same time.
+
+Owns: which reads are under way, where each has to land, who waits for it, when one may still be joined or left.
+Must not know: sessions' rules, messages, what a failed read means (`transfers`).
+
+A read lands in one place and is copied from there to the others, and proved in each: rings are of engines that do not
+trust each other's memory. All of it runs on the event loop's thread, save `_Read.run`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from .errors import CorruptObject
+from .io_pool import IoPool, Job, Lane
+from .testing.points import reached
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from .card import Card, GetPlan
+    from .leases import Part, Placed
+    from .ring import Ring
+
+LANDINGS_MAX: Final = 64  # of one read: the first waits for the copies of all; more is another read
+
+
+@dataclass(slots=True, eq=False)
+class Landing:
+    """Slots that a part is to come into. `placed`: where these are the engine's shared ones."""
+
+    ring: Ring
+    slots: tuple[int, ...]
+    placed: Placed | None
+    waiting: list[Waiting] = field(default_factory=list)
+    error: Exception | None = None  # of the copy that was to come here
+
+    def views(self) -> list[memoryview]:
+        """The slots' memory."""
+        return [self.ring.slot(number) for number in self.slots]
+
+
+class Waiting:
+    """Somebody who waits for a landing; `transfers` knows more of him."""
+
+    __slots__ = ("landing", "plan")
+
+    def __init__(self, plan: GetPlan, landing: Landing) -> None:
+        self.plan = plan
+        self.landing = landing
+        landing.waiting.append(self)
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    """One read from the medium. The lock guards `begun`, `closed` and `landings`."""
+
+    card: Card
+    plan: GetPlan
+    part: Part
+    landings: list[Landing]
+    job: Job | None = None
+    begun: bool = False
+    closed: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def join(self, landing: Landing) -> bool:
+        """Whether the read will land there, too."""
+        with self.lock:
+            if self.closed or len(self.landings) >= LANDINGS_MAX:
+                return False
+            self.landings.append(landing)
+            return True
+
+    def leave(self, landing: Landing) -> bool:
+        """Whether the read will not touch these slots: it has not begun."""
+        with self.lock:
+            if self.begun or self.closed:
+                return False
+            self.landings.remove(landing)
+            self.closed = not self.landings
+            return True
+
+    def begin(self) -> Landing | None:
+        """On a thread of the pool: from now on nobody leaves. Where to read to; None where all have left."""
+        with self.lock:
+            self.begun = True
+            return self.landings[0] if self.landings else None
+
+    def run(self) -> None:
+        """On a thread of the pool: read, then copy to whoever has joined meanwhile."""
+        first = self.begin()
+        if first is None:
+            return
+        reached("get.before_read")
+        source = first.views()
+        self.card.read(self.plan, source, self.part.first_fragment)
+        done = 1
+        while (landing := self._next(done)) is not None:
+            try:
+                self.card.copy(self.plan, source, landing.views(), self.part.first_fragment)
+            except CorruptObject as error:
+                landing.error = error
+            done += 1
+        reached("get.read")
+
+    def _next(self, done: int) -> Landing | None:
+        with self.lock:
+            if done == len(self.landings):
+                self.closed = True
+                return None
+            return self.landings[done]
+
+
+class Reads:
+    """All reads of one gateway."""
+
+    def __init__(self, card: Card, pool: IoPool, ended: Callable[[Landing, GetPlan, Exception | None], None]) -> None:
+        """`ended` hears of each landing once, when nothing touches its slots any more."""
+        self._card = card
+        self._pool = pool
+        self._ended = ended
+        self._open: dict[Part, _Read] = {}
+        self._jobs: dict[Job, _Read] = {}
+        self._of: dict[Landing, _Read] = {}
+        self._coming: dict[Placed, Landing] = {}
+        self.counters: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def landing_of(self, placed: Placed) -> Landing | None:
+        """The landing that a place in a shared region waits for; None where its part has come."""
+        return self._coming.get(placed)
+
+    @property
+    def full(self) -> bool:
+        """Whether no further read can begin."""
+        return self._pool.full(Lane.LOAD)
+
+    def begin(self, plan: GetPlan, part: Part, landing: Landing) -> None:
+        """Read a part to a landing, with others if that can be. `full` was asked before."""
+        if landing.placed is not None:
+            self._coming[landing.placed] = landing
+        read = self._open.get(part)
+        if read is not None and read.join(landing):
+            self.counters["reads_joined"] += 1
+            self._of[landing] = read
+            return
+        read = _Read(self._card, plan, part, [landing])
+        read.job = job = Job(Lane.LOAD, read.run)
+        self.counters["reads"] += 1
+        self._open[part] = read
+        self._jobs[job] = read
+        self._of[landing] = read
+        taken = self._pool.submit(job)
+        assert taken, "the lane was asked for room on this thread, and only this thread fills it"
+
+    def leave(self, landings: Iterable[Landing]) -> list[Landing]:
+        """Give these up; those of them that nothing will touch any more, of which `ended` does not hear."""
+        left = []
+        empty = set()
+        for landing in landings:
+            read = self._of[landing]
+            if read.leave(landing):
+                self._forget_landing(landing)
+                left.append(landing)
+                if read.closed:
+                    empty.add(read.job)
+        if empty:
+            for job in self._pool.withdraw(lambda job: job in empty):
+                self._forget(job)
+        return left
+
+    def withdraw_all(self) -> None:
+        """End everything that has not begun."""
+        for job in self._pool.withdraw(lambda job: job in self._jobs):
+            self.ended(job)
+
+    def ended(self, job: Job) -> bool:
+        """The pool has ended a job; whether it was one of these."""
+        if job not in self._jobs:
+            return False
+        read = self._forget(job)
+        with read.lock:
+            read.closed = True
+        for landing in read.landings:
+            self._forget_landing(landing)
+            if job.error is None and landing.error is not None and not self.full:
+                landing.error = None
+                self.counters["reads_again"] += 1
+                self.begin(read.plan, read.part, landing)  # what it was copied from was not what it should be
+            else:
+                error, landing.error = job.error or landing.error, None
+                self._ended(landing, read.plan, error)
+        return True
+
+    def _forget_landing(self, landing: Landing) -> None:
+        del self._of[landing]
+        if landing.placed is not None:
+            del self._coming[landing.placed]
+
+    def _forget(self, job: Job) -> _Read:
+        read = self._jobs.pop(job)
+        read.job = None  # a cycle would keep a dead engine's ring until some garbage collection
+        if self._open.get(read.part) is read:
+            del self._open[read.part]
+        return read
