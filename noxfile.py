@@ -214,6 +214,21 @@ def _campaign(session: nox.Session, result: Result, target: Target, *options: st
     result.add({"passed" if done.returncode == 0 else "failed": 1})
 
 
+@nox.session(default=False)
+def ranks(session: nox.Session) -> None:
+    """Many ranks of one engine load the same in any order: -- --ranks 8 --seconds N --seed S [--canary] [--json].
+
+    Without arguments: a short run, and one with a broken rule, which must be found.
+    """
+    with recorded(session, "ranks") as result:
+        result.arguments = list(session.posargs)
+        python = dev(session)
+        env = environ({"PYTHONPATH": str(ROOT / "tests")})
+        for options in [session.posargs] if session.posargs else [["--seconds=40"], ["--seconds=10", "--canary"]]:
+            done = subprocess.run([python, "-m", "ranks", *options], env=env, cwd=ROOT, check=False)
+            result.add({"passed" if done.returncode == 0 else "failed": 1})
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Ratios against fio and the lookup's time; figures, not tests."""

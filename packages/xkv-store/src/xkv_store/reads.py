@@ -152,7 +152,6 @@ class Reads:
             return
         read = _Read(self._card, plan, part, [landing])
         read.job = job = Job(Lane.LOAD, read.run)
-        self.counters["reads"] += 1
         self._open[part] = read
         self._jobs[job] = read
         self._of[landing] = read
@@ -187,6 +186,7 @@ class Reads:
         read = self._forget(job)
         with read.lock:
             read.closed = True
+        self.counters["reads"] += read.begun and bool(read.landings)
         for landing in read.landings:
             self._forget_landing(landing)
             if job.error is None and landing.error is not None and not self.full:
