@@ -108,6 +108,7 @@ def test_two_ranks_share_one_copy_where_pages_are_identical(rig: Rig, layout: st
     second = rig.relaunch(first, extra=extra)
     restored = second.serve("restored", tokens, output_tokens=3)
     assert restored.loaded() == [tuple(range(20))]
+    assert rig.gateway.status()["counters"]["reads"] == 10 * copies, "what both ranks restore is read once"
 
 
 def test_ranks_need_not_keep_step(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

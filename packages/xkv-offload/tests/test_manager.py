@@ -138,6 +138,40 @@ def test_more_than_64_ranks_need_every_entry() -> None:
     assert manager.lookup(key(1), request()) == "HIT"
 
 
+@pytest.mark.parametrize("ranks", [1, 8, 64])
+def test_a_lookup_costs_the_same_for_any_number_of_ranks(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One entry has all their bits; 64 ranks would else be 64 lookups, on vLLM's scheduling thread."""
+    card = FakeCard()
+    manager = make(card, ranks=ranks)
+    keys = [key(number) for number in range(10)]
+    card.confirm(keys, ranks=ranks)
+    asked: list[int] = []
+
+    def lookup(table: FakeTable) -> Any:
+        def find(tag: int) -> Any:
+            asked.append(tag)
+            return table.entries.get(tag)
+
+        return find
+
+    monkeypatch.setattr(FakeTable, "lookup", property(lookup))
+    assert [manager.lookup(one, request()) for one in keys] == ["HIT"] * 10
+    assert len(asked) == 10
+
+
+def test_what_one_rank_lacks_is_a_miss_and_is_stored_again() -> None:
+    """By all ranks: which of them lack it only the card knows, and those whose object it holds it answers so."""
+    card = FakeCard()
+    manager = make(card, ranks=8)
+    card.confirm([key(1), key(2)], ranks=8)
+    for tag, (generation, bits) in list(card.table.entries.items())[:1]:
+        card.table.entries[tag] = generation, bits & ~(1 << 5)
+    assert manager.lookup(key(1), request()) == "MISS"
+    assert stored(manager, [key(1), key(2)]) == [key(1)]
+    card.confirm([key(1)], ranks=8)
+    assert manager.lookup(key(1), request()) == "HIT"
+
+
 def test_a_dead_gateway_misses_and_stores_nothing() -> None:
     card = FakeCard(living=False)
     card.confirm([key(1)])

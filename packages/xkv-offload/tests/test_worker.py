@@ -1,12 +1,13 @@
 """One rank's jobs against a real gateway: bytes, waits, failures, deadlines; nothing escapes."""
 
+import json
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,6 +33,7 @@ from xkv_store.control import DenialReader
 from xkv_store.ring import RingUse
 from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT, GatewayProcess, running_gateway
+from xkv_store.tool import Tool
 from xkv_store.wire import Role
 
 SLOT = 65_536
@@ -417,6 +419,57 @@ def test_a_stopped_gateway_delays_neither_submit_nor_wait_and_its_late_answer_to
         while region.free < region.count:  # the late answer gives the slots back
             assert time.monotonic() < deadline
             time.sleep(0.005)
+
+
+def test_a_copy_under_an_ended_lease_is_thrown_away_and_the_object_read_again(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway that came back gives slots to others while this rank copies: what it copied may be anything."""
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1, 2])
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
+        mover, control = second.context.mover, second.context.client.control
+        real, copies = mover.scatter, []
+
+        def scatter(move: Any) -> None:
+            copies.append(move)
+            if len(copies) > 1:
+                real(move)
+                return
+            for tensor in loaded:
+                tensor[move.part.blocks[0]] = 0
+            control.end_term(0)
+            second.context.client.leases.term = control.term(0)  # as a new session's welcome does
+
+        monkeypatch.setattr(mover, "scatter", scatter)
+        second.submit_load(0, spec([1, 2]), whole(10, 2))
+        assert finish(second, 0).success
+        assert second.context.failures.take() == set()
+        for source, target, size in zip(stored, loaded, PAGES, strict=True):
+            assert (target[10:18, :size] == source[1:9, :size]).all()
+        assert (PROCESS_COUNTERS["load_rereads"], PROCESS_COUNTERS["load_objects"]) == (len(copies) - 2, 2)
+        assert len(copies) > 2
+        budget = second.context.client.lease_budget
+        assert budget.free == budget.count
+
+
+def test_equal_prompts_share_what_lies_in_the_ring(gateway: GatewayProcess, tmp_path: Path) -> None:
+    """Fifty jobs of one worker for the same chunk are one read of it."""
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1])
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
+        for job in range(50):
+            second.submit_load(job, spec([1]), whole(1 + 4 * (job % 7), 1))
+        left = set(range(50))
+        deadline = time.monotonic() + DEADLINE_S
+        while left:
+            left -= {result.job_id for result in second.get_finished()}
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert second.context.failures.take() == set()
+        check(stored, loaded, {1 + 4 * place + at: 1 + at for place in range(7) for at in range(4)})
+        with closing(Tool(tmp_path / "sockets" / f"{PORT}.sock")) as tool:
+            assert json.loads(tool.status())["counters"]["reads"] == 1
 
 
 @contextmanager
