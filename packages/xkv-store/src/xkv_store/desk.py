@@ -271,7 +271,7 @@ class Desk:
             self.perform(connection, connection.session.refuse(refusal.code, refusal.reason))
             return
         connection.engine = engine
-        connection.party = Party(engine.ring, connection)
+        connection.party = Party(engine.ring, connection, hello.engine_id)
         if hello.role is wire.Role.RANK:
             connection.party.region = engine.leases
             connection.party.end_term = partial(engine.control.end_term, hello.rank)

@@ -1,5 +1,7 @@
 """A bounded pool of I/O threads with three lanes: loads go first, then stores, then proofs, and none starves.
 
+In each lane every owner (an engine) has a fair share of the bytes: a flood of one's keeps no other's waiting.
+
 Owns: its threads, the queues, the list of finished jobs and the eventfd that tells of them.
 Must not know: cards, sessions or sockets; a job is something to call on one of the threads.
 """
@@ -13,10 +15,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from .fair_queue import FairQueue
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-JOBS_PER_LANE_MAX: Final = 16_384  # four rings of 1 GiB full of one-slot objects; more is shed or busy
+JOBS_PER_LANE_MAX: Final = 16_384  # of one owner: four rings of 1 GiB full of one-slot objects; more is shed or busy
 LOADS_IN_A_ROW_MAX: Final = 8  # so many loads may pass a waiting store; then one store goes
 OTHERS_IN_A_ROW_MAX: Final = 64  # so many loads and stores may pass a waiting proof; a busy card is proved, too
 PROOFS_RUNNING_MAX: Final = 1  # one thread at a time proves what nobody waits for
@@ -39,24 +43,26 @@ class WithdrawnError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One object's I/O, and how it ended."""
+    """One object's I/O, and how it ended. `cost`: slots."""
 
     lane: Lane
     run: Callable[[], None]
     error: Exception | None = None
+    owner: str = ""
+    cost: int = 1
 
 
 @dataclass(slots=True)
 class _Queues:
-    loads: deque[Job] = field(default_factory=deque)
-    stores: deque[Job] = field(default_factory=deque)
-    proofs: deque[Job] = field(default_factory=deque)
+    loads: FairQueue[Job] = field(default_factory=FairQueue)
+    stores: FairQueue[Job] = field(default_factory=FairQueue)
+    proofs: FairQueue[Job] = field(default_factory=FairQueue)
     loads_in_a_row: int = 0
     others_in_a_row: int = 0
     stores_running: int = 0
     proofs_running: int = 0
 
-    def of(self, lane: Lane) -> deque[Job]:
+    def of(self, lane: Lane) -> FairQueue[Job]:
         return {Lane.LOAD: self.loads, Lane.STORE: self.stores, Lane.PROOF: self.proofs}[lane]
 
     def choose(self, stores_running_max: int) -> Job | None:
@@ -118,18 +124,18 @@ class IoPool:
         return self._eventfd
 
     def submit(self, job: Job) -> bool:
-        """Queue a job; False when its lane is full."""
+        """Queue a job; False when its owner's part of the lane is full."""
         with self._wake:
-            if self.full(job.lane):
+            if self.full(job.lane, job.owner):
                 return False
             self._queues.of(job.lane).append(job)
             self.others += job.lane is not Lane.PROOF
             self._wake.notify()
         return True
 
-    def full(self, lane: Lane) -> bool:
-        """Whether `submit` would refuse a job of this lane."""
-        return self._stopping or len(self._queues.of(lane)) >= JOBS_PER_LANE_MAX
+    def full(self, lane: Lane, owner: str) -> bool:
+        """Whether `submit` would refuse a job of this owner's."""
+        return self._stopping or self._queues.of(lane).count(owner) >= JOBS_PER_LANE_MAX
 
     def withdraw(self, wanted: Callable[[Job], bool]) -> list[Job]:
         """Take back the queued jobs that `wanted` names; what has begun is not touched.
@@ -139,12 +145,7 @@ class IoPool:
         taken: list[Job] = []
         with self._wake:
             for lane in Lane:
-                queue = self._queues.of(lane)
-                kept = [job for job in queue if not wanted(job)]
-                if len(kept) != len(queue):
-                    taken += [job for job in queue if wanted(job)]
-                    queue.clear()
-                    queue.extend(kept)
+                taken += self._queues.of(lane).take_out(wanted)
         for job in taken:
             job.error = WithdrawnError()
         return taken

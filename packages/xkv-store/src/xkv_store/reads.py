@@ -30,8 +30,9 @@ LANDINGS_MAX: Final = 64  # of one read: the first waits for the copies of all; 
 
 @dataclass(slots=True, eq=False)
 class Landing:
-    """Slots that a part is to come into. `placed`: where these are the engine's shared ones."""
+    """Slots that a part is to come into. `owner`: the engine's id; `placed`: where these are its shared ones."""
 
+    owner: str
     ring: Ring
     slots: tuple[int, ...]
     placed: Placed | None
@@ -136,10 +137,9 @@ class Reads:
         """The landing that a place in a shared region waits for; None where its part has come."""
         return self._coming.get(placed)
 
-    @property
-    def full(self) -> bool:
-        """Whether no further read can begin."""
-        return self._pool.full(Lane.LOAD)
+    def full(self, owner: str) -> bool:
+        """Whether no further read of this engine's can begin."""
+        return self._pool.full(Lane.LOAD, owner)
 
     def begin(self, plan: GetPlan, part: Part, landing: Landing) -> None:
         """Read a part to a landing, with others if that can be. `full` was asked before."""
@@ -151,7 +151,7 @@ class Reads:
             self._of[landing] = read
             return
         read = _Read(self._card, plan, part, [landing])
-        read.job = job = Job(Lane.LOAD, read.run)
+        read.job = job = Job(Lane.LOAD, read.run, owner=landing.owner, cost=part.fragments)
         self._open[part] = read
         self._jobs[job] = read
         self._of[landing] = read
@@ -189,7 +189,7 @@ class Reads:
         self.counters["reads"] += read.begun and bool(read.landings)
         for landing in read.landings:
             self._forget_landing(landing)
-            if job.error is None and landing.error is not None and not self.full:
+            if job.error is None and landing.error is not None and not self.full(landing.owner):
                 landing.error = None
                 self.counters["reads_again"] += 1
                 self.begin(read.plan, read.part, landing)  # what it was copied from was not what it should be

@@ -64,11 +64,12 @@ class Party:
     """One session as its puts and gets see it: where its slots are, where its answers go.
 
     `region`: what it shares with the other ranks, where they share anything; `held`: what it has of that, by number
-    and index of the lease. `end_term`: makes that known not to hold any more.
+    and index of the lease. `owner`: the engine's id. `end_term`: makes that known not to hold any more.
     """
 
     ring: Ring
     answers: Answers
+    owner: str
     region: LeaseRegion | None = None
     end_term: Callable[[], None] | None = None
     held: dict[tuple[int, int], Placed] = field(default_factory=dict)
@@ -132,14 +133,14 @@ class Transfers:
 
     def _begin_put(self, party: Party, put: int, task: PutTask, now_ns: int) -> StoreStatus | None:
         item = task.item
-        if self._pool.full(Lane.STORE):
+        if self._pool.full(Lane.STORE, party.owner):
             return StoreStatus.SHED
         plan = self._card.begin_put(task.key, item.length, item.family, item.position, item.replace, now_ns)
         if isinstance(plan, PutRefusal):
             return _REFUSED[plan]
         putting = _Putting(party, put, task.index, item.slots, plan)
         reached("put.received")
-        job = Job(Lane.STORE, partial(self._write, putting))
+        job = Job(Lane.STORE, partial(self._write, putting), owner=party.owner, cost=len(item.slots))
         self._jobs[job] = putting
         taken = self._pool.submit(job)
         assert taken, "the lane was asked for room on this thread, and only this thread fills it"
@@ -187,10 +188,10 @@ class Transfers:
         for task in start.tasks:
             slots, first_fragment = task.item.slots, task.item.first_fragment
             plan = self._begin_get(task.key, first_fragment, len(slots), now_ns)
-            if plan is None or self._reads.full:
+            if plan is None or self._reads.full(party.owner):
                 self._refuse_get(party, start.get, task.index, plan)
                 continue
-            landing = Landing(party.ring, slots, None)
+            landing = Landing(party.owner, party.ring, slots, None)
             self._wait(party, start.get, task.index, plan, landing)
             self._reads.begin(plan, Part(plan.generation, first_fragment, len(slots)), landing)
 
@@ -203,12 +204,14 @@ class Transfers:
             plan = self._begin_get(task.key, first_fragment, fragments, now_ns)
             part = Part(0 if plan is None else plan.generation, first_fragment, fragments)
             placed = None if plan is None else region.find(part)
-            if plan is None or (placed is None and self._reads.full):
+            if plan is None or (placed is None and self._reads.full(party.owner)):
                 self._refuse_lease(party, start.lease, task.index, plan)
                 continue
             is_new = placed is None
             placed = placed or region.place(part)
-            landing = Landing(party.ring, placed.slots, placed) if is_new else self._reads.landing_of(placed)
+            landing = (
+                Landing(party.owner, party.ring, placed.slots, placed) if is_new else self._reads.landing_of(placed)
+            )
             if landing is None:
                 self.counters["leases_found"] += 1
                 self._answer_lease(party, (start.lease, task.index), LoadStatus.OK, plan, placed)

@@ -68,14 +68,15 @@ class StepPool(IoPool):
 
     def submit(self, job: Job) -> bool:
         """As the pool's."""
-        if self.full(job.lane):
+        if self.full(job.lane, job.owner):
             return False
         self.waiting.append(job)
         self.others += job.lane is not Lane.PROOF
         return True
 
-    def full(self, lane: Lane) -> bool:
-        """As the pool's."""
+    def full(self, lane: Lane, owner: str) -> bool:
+        """As the pool's, but for all owners together."""
+        del owner
         return self.queued(lane) >= self._jobs_max
 
     def queued(self, lane: Lane) -> int:
