@@ -218,14 +218,17 @@ def _campaign(session: nox.Session, result: Result, target: Target, *options: st
 def ranks(session: nox.Session) -> None:
     """Many ranks of one engine load the same in any order: -- --ranks 8 --seconds N --seed S [--canary] [--json].
 
-    Without arguments: a short run, and one with a broken rule, which must be found.
+    Without arguments: a short run, one with a broken rule, which must be found, and two engines of which one floods.
     """
+    runs = [("ranks", *session.posargs)]
+    if not session.posargs:
+        runs = [("ranks", "--seconds=40"), ("ranks", "--seconds=10", "--canary"), ("ranks.shares",)]
     with recorded(session, "ranks") as result:
         result.arguments = list(session.posargs)
         python = dev(session)
         env = environ({"PYTHONPATH": str(ROOT / "tests")})
-        for options in [session.posargs] if session.posargs else [["--seconds=40"], ["--seconds=10", "--canary"]]:
-            done = subprocess.run([python, "-m", "ranks", *options], env=env, cwd=ROOT, check=False)
+        for run in runs:
+            done = subprocess.run([python, "-m", *run], env=env, cwd=ROOT, check=False)
             result.add({"passed" if done.returncode == 0 else "failed": 1})
 
 

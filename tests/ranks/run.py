@@ -101,7 +101,7 @@ class Run:
         rooms = ROOM[1:2] if self._options.canary else ROOM
         gateway = RunGateway(self._folder, canary=self._options.canary)
         try:
-            self._fill(gateway)
+            self.fill(gateway)
             for number, room in enumerate(rooms):
                 self._phase(gateway, number, room, self._options.seconds / len(rooms))
                 if not gateway.alive:
@@ -117,7 +117,7 @@ class Run:
         end = str(self._folder / f"end of {engine}")
         return Place(str(gateway.socket), engine, rank, options.ranks, share, options.seed, life, end, options.canary)
 
-    def _fill(self, gateway: RunGateway) -> None:
+    def fill(self, gateway: RunGateway) -> None:
         """Put every object of the working set on the card, as rank 0 of an engine that ends then."""
         client = self._place(gateway, engine="fill", rank=0, share=SLOTS_EACH, life=0).attach()
         try:

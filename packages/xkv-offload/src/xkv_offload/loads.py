@@ -214,7 +214,10 @@ class Loads:
             if self._queue.push(Priority.LOAD, fetch.job.job_id, partial(self._scatter, fetch)):
                 return
         elif answer.status == LoadStatus.OK and fetch.base:
-            self._again(fetch, base=0)
+            with self._lock:
+                fetch.base = 0
+                self._waiting.appendleft(fetch)  # one that was given up meanwhile is passed over there
+            self._give_back(fetch)
             return
         with self._lock:
             self._fail(fetch)
@@ -242,8 +245,7 @@ class Loads:
             self._done(fetch.job, size)
             self._give_back(fetch)
         else:
-            count("load_rereads")
-            self._again(fetch, base=fetch.base)
+            self._again(fetch)
 
     def _copy(self, fetch: _Fetch) -> bool:
         """Copy what is leased into the pages; False where the lease has not held until the end."""
@@ -259,10 +261,10 @@ class Loads:
             raise LostSlotsError(f"slots {leased.slots} of {fetch.key} are another's, and the lease holds")
         return True
 
-    def _again(self, fetch: _Fetch, *, base: int) -> None:
-        """Ask once more, before all others; the deadline of the job bounds how often."""
+    def _again(self, fetch: _Fetch) -> None:
+        """Ask once more for what this thread has settled, before all others; the job's deadline bounds how often."""
+        count("load_rereads")
         with self._lock:
-            fetch.base = base
             fetch.settled = False
             if fetch.job.cancelled:
                 self._fail(fetch)

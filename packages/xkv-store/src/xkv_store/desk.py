@@ -178,14 +178,13 @@ class Desk:
                 self._transfers.leave(connection.party)
 
     def _transfer(self, party: Party, action: actions_of.Transfer) -> None:
-        now_ns = time.monotonic_ns()
         match action:
             case actions_of.StartPut():
-                self._transfers.put(party, action, now_ns)
+                self._transfers.put(party, action)
             case actions_of.StartGet():
-                self._transfers.get(party, action, now_ns)
+                self._transfers.get(party, action)
             case actions_of.StartLease():
-                self._transfers.lease(party, action, now_ns)
+                self._transfers.lease(party, action)
             case actions_of.DropLease():
                 self._transfers.drop(party, action)
             case actions_of.CancelGet():

@@ -232,6 +232,7 @@ class _Loop:
             (self._prover if job.lane is Lane.PROOF else self._transfers).ended(job)
         self._commits()
         now_ns = time.monotonic_ns()
+        self._transfers.begin(now_ns)
         beating = now_ns >= self._next_beat_ns
         if beating:
             self._beat(now_ns)
@@ -250,7 +251,9 @@ class _Loop:
         self._next_proof_ns = now_ns + (HEARTBEAT_NS if wish_ns is None else max(wish_ns, PROOF_NS_MIN))
 
     def _timeout_s(self) -> float:
-        """Until the next beat, or until the card wants its tick, or a proof its next piece."""
+        """Until the next beat, tick of the card or piece of a proof; 0 where somebody waits for his turn."""
+        if self._transfers.waiting:
+            return 0.0
         next_ns = min(self._next_beat_ns, self._next_tick_ns, self._next_proof_ns)
         return max(0.0, (next_ns - time.monotonic_ns()) / 1e9)
 

@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from .card import PutRefusal
 from .errors import CorruptObject, MediumError
+from .fair_queue import FairQueue
 from .io_pool import IoPool, Job, Lane, WithdrawnError
 from .leases import Part
 from .reads import Landing, Reads, Waiting
+from .session_actions import GetTask, LeaseTask, PutTask
 from .testing.points import reached
 from .wire import LeasedObject, LoadedObject, LoadStatus, StoredObject, StoreStatus
 
@@ -31,10 +33,13 @@ if TYPE_CHECKING:
     from .key import ObjectKey
     from .leases import LeaseRegion, Placed
     from .ring import Ring
-    from .session_actions import CancelGet, DropLease, PutTask, StartGet, StartLease, StartPut
+    from .session_actions import CancelGet, DropLease, StartGet, StartLease, StartPut
 
 log = logging.getLogger(__name__)
 
+Task = PutTask | GetTask | LeaseTask
+
+BEGUN_PER_ROUND_MAX: Final = 16  # then the loop listens and answers: a millisecond or so
 LOG_INTERVAL_S: Final = 10.0  # one line about failing I/O in so long; the counters tell how often
 
 _REFUSED: Final = {
@@ -84,6 +89,17 @@ class _Putting:
     plan: PutPlan
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Asked:
+    """One object that a session has asked for, until its turn. `cost`: slots."""
+
+    party: Party
+    number: int
+    task: Task
+    owner: str
+    cost: int
+
+
 class _Getting(Waiting):
     """One object of a get, or of a lease, until it is answered."""
 
@@ -109,27 +125,87 @@ class Transfers:
         self._getting: dict[tuple[Party, int], set[_Getting]] = {}
         self._jobs: dict[Job, _Putting] = {}
         self._reads = Reads(card, pool, self._landed)
+        self._intake: FairQueue[_Asked] = FairQueue()
+        self._queued: Counter[tuple[Party, int]] = Counter()  # what of a put, get or lease is still in it
+        self._cancelled: set[tuple[Party, int]] = set()  # of those
         self._logged_at_s = -LOG_INTERVAL_S
         self.counters: Counter[str] = Counter()
 
     @property
     def in_flight(self) -> int:
-        """Objects that are in the pool or wait for their commit."""
-        return len(self._jobs) + len(self._reads) + len(self._unconfirmed)
+        """Objects that wait for their turn, are in the pool or wait for their commit."""
+        return len(self._intake) + len(self._jobs) + len(self._reads) + len(self._unconfirmed)
 
     def all_counters(self) -> dict[str, int]:
         """What has happened so far, reads included."""
         return {**self.counters, **self._reads.counters}
 
+    # --- whose turn it is --------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `begin` has something to do."""
+        return bool(len(self._intake))
+
+    def begin(self, now_ns: int) -> None:
+        """Begin some of what sessions have asked for, in a fair order: no engine's thousands keep another waiting."""
+        for _ in range(min(len(self._intake), BEGUN_PER_ROUND_MAX)):
+            asked = self._intake.popleft()
+            if self._forget(asked):
+                self._refuse(asked)
+                continue
+            match asked.task:
+                case PutTask():
+                    self._put(asked.party, asked.number, asked.task, now_ns)
+                case GetTask():
+                    self._get(asked.party, asked.number, asked.task, now_ns)
+                case LeaseTask():
+                    self._lease(asked.party, asked.number, asked.task, now_ns)
+
+    def _queue(self, party: Party, number: int, task: Task, cost: int) -> None:
+        self._intake.append(_Asked(party, number, task, party.owner, cost))
+        self._queued[party, number] += 1
+
+    def _forget(self, asked: _Asked) -> bool:
+        """It is queued no more; whether it has been cancelled."""
+        name = asked.party, asked.number
+        is_cancelled = name in self._cancelled
+        self._queued[name] -= 1
+        if not self._queued[name]:
+            del self._queued[name]
+            self._cancelled.discard(name)
+        return is_cancelled
+
+    def _refuse(self, asked: _Asked) -> None:
+        """Nobody waits for it any more, or the gateway ends."""
+        match asked.task:
+            case PutTask():
+                self._refuse_put(asked.party, asked.number, asked.task, StoreStatus.FAILED)
+            case GetTask():
+                self._refuse_get(asked.party, asked.number, asked.task.index, LoadStatus.CANCELLED)
+            case LeaseTask():
+                self._refuse_lease(asked.party, asked.number, asked.task.index, LoadStatus.CANCELLED)
+
+    def _refuse_all(self, wanted: Callable[[_Asked], bool]) -> None:
+        for asked in self._intake.take_out(wanted):
+            self._forget(asked)
+            self._refuse(asked)
+
     # --- puts --------------------------------------------------------------------------------------------
 
-    def put(self, party: Party, start: StartPut, now_ns: int) -> None:
-        """Begin, or answer at once, every object of a put."""
+    def put(self, party: Party, start: StartPut) -> None:
+        """Each object of a put will be begun, or answered, in `begin`."""
         for task in start.tasks:
-            status = self._begin_put(party, start.put, task, now_ns)
-            if status is not None:
-                self._count("put", status)
-                party.answers.stored(start.put, StoredObject(task.index, status))
+            self._queue(party, start.put, task, len(task.item.slots))
+
+    def _put(self, party: Party, put: int, task: PutTask, now_ns: int) -> None:
+        status = self._begin_put(party, put, task, now_ns)
+        if status is not None:
+            self._refuse_put(party, put, task, status)
+
+    def _refuse_put(self, party: Party, put: int, task: PutTask, status: StoreStatus) -> None:
+        self._count("put", status)
+        party.answers.stored(put, StoredObject(task.index, status))
 
     def _begin_put(self, party: Party, put: int, task: PutTask, now_ns: int) -> StoreStatus | None:
         item = task.item
@@ -183,44 +259,49 @@ class Transfers:
 
     # --- gets and leases ---------------------------------------------------------------------------------
 
-    def get(self, party: Party, start: StartGet, now_ns: int) -> None:
-        """Begin, or answer at once, every object of a get."""
+    def get(self, party: Party, start: StartGet) -> None:
+        """Each object of a get will be begun, or answered, in `begin`."""
         for task in start.tasks:
-            slots, first_fragment = task.item.slots, task.item.first_fragment
-            plan = self._begin_get(task.key, first_fragment, len(slots), now_ns)
-            if plan is None or self._reads.full(party.owner):
-                self._refuse_get(party, start.get, task.index, plan)
-                continue
-            landing = Landing(party.owner, party.ring, slots, None)
-            self._wait(party, start.get, task.index, plan, landing)
-            self._reads.begin(plan, Part(plan.generation, first_fragment, len(slots)), landing)
+            self._queue(party, start.get, task, len(task.item.slots))
 
-    def lease(self, party: Party, start: StartLease, now_ns: int) -> None:
-        """Begin, or answer at once, every object of a lease."""
+    def lease(self, party: Party, start: StartLease) -> None:
+        """Each object of a lease will be begun, or answered, in `begin`."""
+        for task in start.tasks:
+            self._queue(party, start.lease, task, task.item.fragments)
+
+    def _get(self, party: Party, get: int, task: GetTask, now_ns: int) -> None:
+        slots, first_fragment = task.item.slots, task.item.first_fragment
+        plan = self._begin_get(task.key, first_fragment, len(slots), now_ns)
+        if plan is None or self._reads.full(party.owner):
+            self._refuse_get(party, get, task.index, self._refusal(plan))
+            return
+        landing = Landing(party.owner, party.ring, slots, None)
+        self._wait(party, get, task.index, plan, landing)
+        self._reads.begin(plan, Part(plan.generation, first_fragment, len(slots)), landing)
+
+    def _lease(self, party: Party, lease: int, task: LeaseTask, now_ns: int) -> None:
         region = party.region
         assert region is not None, "only ranks of an engine with a shared region may hold slots of it"
-        for task in start.tasks:
-            first_fragment, fragments = task.item.first_fragment, task.item.fragments
-            plan = self._begin_get(task.key, first_fragment, fragments, now_ns)
-            part = Part(0 if plan is None else plan.generation, first_fragment, fragments)
-            placed = None if plan is None else region.find(part)
-            if plan is None or (placed is None and self._reads.full(party.owner)):
-                self._refuse_lease(party, start.lease, task.index, plan)
-                continue
-            is_new = placed is None
-            placed = placed or region.place(part)
-            landing = (
-                Landing(party.owner, party.ring, placed.slots, placed) if is_new else self._reads.landing_of(placed)
-            )
-            if landing is None:
-                self.counters["leases_found"] += 1
-                self._answer_lease(party, (start.lease, task.index), LoadStatus.OK, plan, placed)
-                continue
-            self._wait(party, start.lease, task.index, plan, landing)
-            if is_new:
-                self._reads.begin(plan, part, landing)
-            else:
-                self.counters["leases_joined"] += 1
+        first_fragment, fragments = task.item.first_fragment, task.item.fragments
+        plan = self._begin_get(task.key, first_fragment, fragments, now_ns)
+        part = Part(0 if plan is None else plan.generation, first_fragment, fragments)
+        placed = None if plan is None else region.find(part)
+        if plan is None or (placed is None and self._reads.full(party.owner)):
+            self._refuse_lease(party, lease, task.index, self._refusal(plan))
+            return
+        if placed is None:
+            placed = region.place(part)
+            landing = Landing(party.owner, party.ring, placed.slots, placed)
+            self._wait(party, lease, task.index, plan, landing)
+            self._reads.begin(plan, part, landing)
+            return
+        coming = self._reads.landing_of(placed)
+        if coming is None:
+            self.counters["leases_found"] += 1
+            self._answer_lease(party, (lease, task.index), LoadStatus.OK, plan, placed)
+        else:
+            self.counters["leases_joined"] += 1
+            self._wait(party, lease, task.index, plan, coming)
 
     def _begin_get(self, key: ObjectKey, first_fragment: int, fragments: int, now_ns: int) -> GetPlan | None:
         """Pin the object; None for a miss."""
@@ -234,21 +315,19 @@ class Transfers:
         self._getting.setdefault((party, number), set()).add(_Getting(party, number, index, plan, landing))
         reached("get.received")
 
-    def _refuse_get(self, party: Party, get: int, index: int, plan: GetPlan | None) -> None:
-        status = self._refusal(plan)
+    def _refuse_get(self, party: Party, get: int, index: int, status: LoadStatus) -> None:
+        self._count("get", status)
         party.answers.loaded(get, LoadedObject(index, status, 0, 0))
 
-    def _refuse_lease(self, party: Party, lease: int, index: int, plan: GetPlan | None) -> None:
-        status = self._refusal(plan)
+    def _refuse_lease(self, party: Party, lease: int, index: int, status: LoadStatus) -> None:
+        self._count("get", status)
         party.answers.leased(lease, LeasedObject(index, status, 0, 0, ()))
 
     def _refusal(self, plan: GetPlan | None) -> LoadStatus:
         """Why nothing begins: no such object, or no room in the queue."""
         if plan is not None:
             self._card.end_get(plan)
-        status = LoadStatus.MISS if plan is None else LoadStatus.BUSY
-        self._count("get", status)
-        return status
+        return LoadStatus.MISS if plan is None else LoadStatus.BUSY
 
     def _landed(self, landing: Landing, plan: GetPlan, error: Exception | None) -> None:
         """A read has ended: answer all who wait for it here."""
@@ -322,6 +401,8 @@ class Transfers:
 
     def cancel(self, party: Party, cancel: CancelGet) -> None:
         """Answer what is outstanding of this get as cancelled: at once where nothing has begun, or others wait."""
+        if (party, cancel.get) in self._queued:
+            self._cancelled.add((party, cancel.get))
         alone: list[Landing] = []
         for getting in list(self._getting.get((party, cancel.get), ())):
             getting.cancelled = True
@@ -343,6 +424,7 @@ class Transfers:
 
         Its gets and leases that are not answered have been cancelled.
         """
+        self._refuse_all(lambda asked: asked.party is party)
         self._withdraw(lambda putting: putting.party is party)
         if party.end_term is not None:
             party.end_term()
@@ -353,6 +435,7 @@ class Transfers:
 
     def withdraw_all(self) -> None:
         """End everything that has not begun (the drain's time is over)."""
+        self._refuse_all(lambda _: True)
         self._withdraw(lambda _: True)
         self._reads.withdraw_all()
 

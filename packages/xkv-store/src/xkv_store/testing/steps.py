@@ -164,6 +164,8 @@ class StepGateway:
             self.desk.readable(connection, PACKETS_MAX)
         for job in self.pool.finished_jobs():
             (self.prover if job.lane is Lane.PROOF else self.transfers).ended(job)
+        while self.transfers.waiting:
+            self.transfers.begin(self.clock.now_ns)
         for connection in self.desk.end_round(everybody=True):
             if connection.may_close(self.clock.monotonic()):
                 self.desk.forget(connection)
