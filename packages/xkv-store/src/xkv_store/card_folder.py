@@ -209,7 +209,7 @@ def _check_distinct(paths: Sequence[Path]) -> None:
     """UserError where two paths lead to the same file or device."""
     seen: dict[object, Path] = {}
     for path in paths:
-        name: object = path.resolve()
+        name: object = os.path.realpath(path)  # of a loop of links, too: opening it says what is wrong
         if path.exists():
             status = path.stat()
             name = status.st_rdev or (status.st_dev, status.st_ino)

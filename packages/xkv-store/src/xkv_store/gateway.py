@@ -72,6 +72,7 @@ class Gateway:
         self._listener: Listener | None = None
         self._card: Card | None = None
         self._loop: _Loop | None = None
+        self._former_handlers: dict[int, Any] = {}
 
     def open(self, *, card_first: bool = False) -> dict[str, Any]:
         """Take the socket and the card; returns what there is to say about them. Raises UserError, MediumError.
@@ -87,6 +88,9 @@ class Gateway:
         if self._listener is None:
             self._listener = self._listen()
         self._loop = _Loop(self, options, self._listener, self._card)
+        if threading.current_thread() is threading.main_thread():
+            # From here on a signal is a wish to end well: whoever is told that it is ready may send one at once.
+            self._former_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         return self.facts()
 
     def _listen(self) -> Listener:
@@ -96,13 +100,7 @@ class Gateway:
     def run(self) -> None:
         """Serve until `stop`, a signal, a tool's Stop or the linger; then finish what is in flight."""
         assert self._loop is not None, "open() comes first"
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        former = {number: signal.signal(number, self._on_signal) for number in _SIGNALS} if in_main_thread else {}
-        try:
-            self._loop.run(self._stop_fd)
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+        self._loop.run(self._stop_fd)
 
     def stop(self) -> None:
         """Drain and end. Any thread, or a signal handler, may call this."""
@@ -153,6 +151,8 @@ class Gateway:
         finally:
             if listener is not None:
                 listener.close()
+        while self._former_handlers:
+            signal.signal(*self._former_handlers.popitem())
         if self._stop_fd >= 0:
             os.close(self._stop_fd)
             self._stop_fd = -1
