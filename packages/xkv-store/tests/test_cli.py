@@ -214,7 +214,7 @@ def test_a_path_that_is_none_is_said_in_one_line(shell: Shell, tmp_path: Path) -
     loop = tmp_path / "loop"
     loop.symlink_to(loop)
     long_path = tmp_path / "/".join(["b" * 200] * 25)
-    folders = ["--socket-dir", tmp_path / "s", "--card", tmp_path / "card", "--capacity", "8MiB"]
+    folders: list[str | Path] = ["--socket-dir", tmp_path / "s", "--card", tmp_path / "card", "--capacity", "8MiB"]
     for path in (loop, long_path, tmp_path / "a\0b"):
         assert shell.mistake("gateway", "status", "--card", path)
         assert shell.mistake("gateway", "status", "--socket", path)

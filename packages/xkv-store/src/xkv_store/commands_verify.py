@@ -125,7 +125,8 @@ def _serving(card: Path, folder: Path, in_use: CardInUseError) -> Tool:
 
 
 def _serves(tool: Tool, card: Path) -> bool:
-    return os.path.realpath(json.loads(tool.status())["card"]) == os.path.realpath(card)
+    served: str = json.loads(tool.status())["card"]
+    return os.path.realpath(served) == os.path.realpath(card)
 
 
 def _online(tool: Tool, card: Path | None, output: Output, *, drop: bool) -> int:
