@@ -36,6 +36,7 @@ MAP_BYTES_MIN = 16 << 20
 INDEX_BYTES_PER_SLOT = 512  # objects (key, record) + order (key, object key), in pages that are half full
 SCAN_BATCH = 131_072  # entries read at a time at the start: some 40 MB of Python objects
 READERS_MAX = 8  # transactions of this one process
+LOCK_BYTES = 4_096  # of LMDB's lock file: more than that many readers take
 
 CLOSED = bytes(16)
 _COUNTER_MAX = (1 << 63) - 1  # of generations and boots: more were never counted, and none can overflow
@@ -433,7 +434,11 @@ def _environment(folder: Path, map_bytes: int) -> lmdb.Environment:
     """The environment in `folder`, opened. lmdb.Error, OSError."""
     # The card's own lock says that nobody else has this environment open, so that a lock file can only be a
     # dead process's, perhaps of another pid namespace: its readers are stale, its mutex of no use.
-    (folder / "lock.mdb").unlink(missing_ok=True)
+    lock_file = folder / "lock.mdb"
+    lock_file.unlink(missing_ok=True)
+    # LMDB maps it, and a page that a full file system does not give would end the process (SIGBUS): taken ahead.
+    with open(open_private(lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:  # noqa: PTH123  a descriptor
+        file.write(bytes(LOCK_BYTES))
     return lmdb.open(
         str(folder),
         map_size=map_bytes,
