@@ -245,3 +245,18 @@ commands_gateway.Output.value = told_and_signalled
 folder = sys.argv[1]
 sys.exit(cli.main(["gateway", "run", "--card", folder + "/card", "--socket-dir", folder + "/s", "--capacity", "8MiB"]))
 """
+
+
+def test_a_gateway_without_descriptors_says_so_in_one_line(tmp_path: Path) -> None:
+    """At each place of its start where it may run out of them."""
+    limited = (
+        "import os, resource, sys; from xkv_store import cli; os.closerange(3, 64);"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2); sys.exit(cli.main(sys.argv[2:]))"
+    )
+    words = ["gateway", "run", "--card", tmp_path / "card", "--socket-dir", tmp_path / "s", "--capacity", "8MiB"]
+    for descriptors in (5, 8, 11, 14, 16):
+        command = [sys.executable, "-c", limited, str(descriptors), *map(str, words)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2, ended.stderr
+        assert "Too many open files" in ended.stderr
+        assert "Traceback" not in ended.stderr

@@ -24,6 +24,7 @@ from .card import Card, CardOptions, CommitBatch
 from .committer import Committer
 from .connections import RECEIVES_PER_ROUND_MAX, Connection
 from .desk import Desk
+from .errors import UserError
 from .io_pool import IO_THREADS_DEFAULT, IoPool, Lane
 from .prover import Prover
 from .sockets import Listener
@@ -81,6 +82,19 @@ class Gateway:
         that cannot have its port leaves no card behind). Clients may connect from here on.
         """
         _raise_descriptor_limit()
+        try:
+            self._open(card_first=card_first)
+        except (OSError, MemoryError, RuntimeError) as error:  # no descriptor, no memory, no thread to be had
+            raise UserError(
+                f"the gateway cannot start: {str(error) or 'no memory'}; look at its limits of open files, memory and "
+                "threads (ulimit -a)"
+            ) from error
+        if threading.current_thread() is threading.main_thread():
+            # From here on a signal is a wish to end well: whoever is told that it is ready may send one at once.
+            self._former_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self.facts()
+
+    def _open(self, *, card_first: bool) -> None:
         options = self._options
         if not card_first:
             self._listener = self._listen()
@@ -88,10 +102,6 @@ class Gateway:
         if self._listener is None:
             self._listener = self._listen()
         self._loop = _Loop(self, options, self._listener, self._card)
-        if threading.current_thread() is threading.main_thread():
-            # From here on a signal is a wish to end well: whoever is told that it is ready may send one at once.
-            self._former_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
-        return self.facts()
 
     def _listen(self) -> Listener:
         options = self._options

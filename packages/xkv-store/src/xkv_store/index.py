@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import lmdb
 
-from .errors import MediumError, UserError
+from .errors import LACKING, MediumError, UserError
 from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
 from .private_files import check_no_link, open_private
 from .testing.points import reached
@@ -173,6 +173,9 @@ class Index:
             env = _environment(folder, max(map_bytes or likely_bytes, on_disk))
             return cls(folder, env, map_bytes_max=likely_bytes * 16)
         except lmdb.Error as error:
+            for number in LACKING:
+                if str(error).endswith(os.strerror(number)):  # all that lmdb keeps of it
+                    raise MediumError(number, f"opening the index {folder}") from error
             raise DamagedIndexError(str(error)) from error
 
     # --- reading: the main thread ---------------------------------------------------------------------------
@@ -501,6 +504,8 @@ def _check_whole(data_file: Path) -> None:
     except FileNotFoundError as error:
         raise DamagedIndexError("it is missing") from error
     except OSError as error:
+        if error.errno in LACKING:
+            raise MediumError.of(error, f"reading the index {data_file}") from error
         raise DamagedIndexError(f"it cannot be read ({error.strerror})") from error
     if len(second) < 256 or _META.unpack_from(second)[0] != _META_MAGIC:
         raise DamagedIndexError("its second page is damaged")
