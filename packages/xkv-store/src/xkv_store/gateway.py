@@ -86,8 +86,8 @@ class Gateway:
             self._open(card_first=card_first)
         except (OSError, MemoryError, RuntimeError) as error:  # no descriptor, no memory, no thread to be had
             raise UserError(
-                f"the gateway cannot start: {str(error) or 'no memory'}; look at its limits of open files, memory and "
-                "threads (ulimit -a)"
+                f"the gateway cannot start: {str(error) or 'no memory'}; where something is lacking, raise its limit "
+                "(ulimit -a: open files, memory, threads)"
             ) from error
         if threading.current_thread() is threading.main_thread():
             # From here on a signal is a wish to end well: whoever is told that it is ready may send one at once.
