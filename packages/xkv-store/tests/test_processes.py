@@ -7,10 +7,12 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from xkv_store.testing import processes
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 END_S_MAX: Final = 30.0
 OWNER: Final = f"""
