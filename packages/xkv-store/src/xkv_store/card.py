@@ -357,6 +357,7 @@ class Card:
             "table_entries": self.table.entries,
             "index_map_bytes": self._index.map_bytes(),
             "namespaces": self._accounts.status(),
+            "namespaces_left_out": self._accounts.left_out,
             "databases": [
                 {"path": str(database.path), "slots": database.superblock.slots, "direct": database.direct}
                 for database in self._databases

@@ -157,6 +157,11 @@ class Accounts:
                     lacking.append(account)
         return lacking
 
+    @property
+    def left_out(self) -> int:
+        """How many a status does not show."""
+        return max(0, len(self._accounts) - ACCOUNTS_SHOWN_MAX)
+
     def status(self) -> list[dict[str, object]]:
         """For people: the largest first."""
         largest = sorted(self._accounts.values(), key=lambda account: -account.held)[:ACCOUNTS_SHOWN_MAX]
