@@ -72,11 +72,11 @@ def main(arguments: list[str]) -> int:
     if not outcome.canary:
         for line in outcome.reasons[:REASONS_MAX]:
             voice.write(f"{line}\n")
-    say(outcome.verdict())
     if outcome.passed:
+        say(outcome.verdict())
         shutil.rmtree(folder)
     else:
-        voice.write(f"logs: {folder}\n")
+        voice.write(f"{outcome.verdict()}\nlogs: {folder}\n")
     print(outcome.line(), flush=True)
     return 0 if outcome.passed else 1
 
