@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from campaign.run import Campaign, Options
-from stand.cases import Stand
+from stand.cases import Stand, target
 from stand.engines import EngineServer
+from xkv_matrix.findings import MatrixError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,8 +46,13 @@ def _seconds(text: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a campaign; 0 if it passed."""
+    """Run a campaign; 0 if it passed, 1 if not, 2 where there is nothing to run it on."""
     options, quiet = _options(arguments)
+    try:
+        target()
+    except (AssertionError, MatrixError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     folder = Path(tempfile.mkdtemp(prefix="xkv-campaign-"))
     log = folder / "campaign.log"
     voice = os.fdopen(os.dup(2), "w", buffering=1)
