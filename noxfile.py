@@ -196,7 +196,8 @@ def faults(session: nox.Session) -> None:
                 if target is SUPPORTED[-1]:
                     _campaign(session, result, target, f"--seconds={CAMPAIGN_S}", "--canary")
         return
-    parser = argparse.ArgumentParser(prog="nox -s faults --", allow_abbrev=False)
+    others = "and, for the campaign: --seconds N (60) --seed S (0) --canary --json"
+    parser = argparse.ArgumentParser(prog="nox -s faults --", allow_abbrev=False, epilog=others)
     parser.add_argument("--target", metavar="RELEASE", help="which release (the newest supported)")
     options, rest = parser.parse_known_args(session.posargs)
     target = _target(session, options.target)

@@ -16,6 +16,7 @@ import pytest
 from stand.cases import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
+    RETURN_S_MAX,
     assert_canary,
     assert_restored,
     generate,
@@ -160,6 +161,10 @@ def _the_gateway_is_killed(engine: Engine, gateway: Gateway, asked: list[list[in
 
 def _the_engine_is_killed(engine: Engine, gateway: Gateway) -> None:
     """While its ranks store; they end with it, and a second after their last write nothing of it is left."""
+    end = time.monotonic() + RETURN_S_MAX
+    while sum(one["role"] in {"scheduler", "rank"} for one in gateway.status()["sessions"]) < 1 + RANKS:
+        assert time.monotonic() < end, "a rank has not come back to the gateway"
+        time.sleep(0.01)  # what was verified before needs no rank to be there; stores do
     gateway.hold("put.before_write")
     engine.begin_generate(prompts(LLAMA, 2), max_tokens=OUTPUT_TOKENS)
     gateway.await_point("put.before_write")

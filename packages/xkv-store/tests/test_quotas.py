@@ -298,3 +298,12 @@ def test_senseless_quotas_are_one_line(tmp_path: Path, quota: str, capsys: pytes
     assert len([line for line in lines if line.startswith("xkv: ")]) == 1
     assert "Traceback" not in "".join(lines)
     assert "--quota" in lines[-1]
+
+
+def test_a_status_says_how_many_namespaces_it_does_not_show(tmp_path: Path) -> None:
+    driver = CardDriver(options(tmp_path, slots=400))
+    for number in range(300):
+        assert isinstance(driver.put(key_of(number.to_bytes(16, "big"), 1), b"x"), PutPlan)
+    status = driver.card.status()
+    assert len(status["namespaces"]) + status["namespaces_left_out"] == 300
+    driver.close()

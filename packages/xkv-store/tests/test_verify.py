@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -436,3 +437,24 @@ def test_mistakes_are_one_line(made: Made, capsys: pytest.CaptureFixture[str]) -
         os.pwrite(file.fileno(), bytes(2 * SUPERBLOCK_BYTES), 0)
     assert cli.main(["verify", str(folder)]) == 2
     assert "not a database of a card" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lacking", [errno.EMFILE, errno.ENOMEM, errno.ENOSPC])
+def test_what_is_lacking_is_no_damage(
+    made: Made, xkv: Callable[..., tuple[int, list[dict[str, Any]]]], monkeypatch: pytest.MonkeyPatch, lacking: int
+) -> None:
+    """Descriptors, memory, room: neither is an index called damaged for want of them, nor is it made anew."""
+    with monkeypatch.context() as patch:
+
+        def refuse(path: str, **_: object) -> None:
+            raise lmdb.Error(f"{path}: {os.strerror(lacking)}")
+
+        patch.setattr(lmdb, "open", refuse)
+        with pytest.raises(UserError, match=os.strerror(lacking)):
+            CardDriver(CardOptions(folder=made.options.folder, create=False))
+        code, lines = xkv("verify", made.options.folder)
+        assert code == 2
+        assert os.strerror(lacking) in lines[-1]["error"]
+    assert sorted(path.name for path in made.options.folder.iterdir()) == ["db-0.xkv", "index", "lock"]
+    assert sorted(path.name for path in made.index.iterdir()) == ["data.mdb", "lock.mdb"]  # and not doubted
+    made.assert_sound(made.contents)

@@ -6,7 +6,6 @@ opening and mending. Must not know puts, gets or sessions.
 A folder with the file `making` holds a card that was never finished, so that nothing in it can be lost.
 """
 
-import errno
 import logging
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 from .card_lock import CardInUseError, lock_folder
 from .card_options import MEDIA, CardOptions
 from .database import BusyDatabaseError, Database, device_bytes, new_superblock, read_superblock
-from .errors import MediumError, UserError
+from .errors import LACKING, MediumError, UserError
 from .geometry import (
     DATA_OFFSET,
     GENERATION_BELIEVED_MAX,
@@ -46,7 +45,6 @@ _ADVICE = (
     "remove the file making if there is a whole card, remove the other files if they are worthless, "
     "or give another folder"
 )
-_NO_DAMAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # an index anew would meet the same
 
 
 @dataclass(slots=True)
@@ -122,6 +120,8 @@ class _Making:
             with suppress(OSError):
                 path.unlink()
         shutil.rmtree(folder / _INDEX, ignore_errors=True)
+        if any(os.path.lexists(path) for path in (*self.paths, folder / _INDEX)):
+            return  # not everything could go: the next start takes away what is of an unfinished card
         with suppress(OSError):
             (folder / _MAKING).unlink()
 
@@ -209,7 +209,7 @@ def _check_distinct(paths: Sequence[Path]) -> None:
     """UserError where two paths lead to the same file or device."""
     seen: dict[object, Path] = {}
     for path in paths:
-        name: object = path.resolve()
+        name: object = os.path.realpath(path)  # of a loop of links, too: opening it says what is wrong
         if path.exists():
             status = path.stat()
             name = status.st_rdev or (status.st_dev, status.st_ino)
@@ -422,7 +422,7 @@ def _load_index(folder: Path, databases: Sequence[Database], geometry: Geometry)
 
 def _is_damage(error: BaseException) -> bool:
     if isinstance(error, MediumError):
-        return error.errno not in _NO_DAMAGE
+        return error.errno not in LACKING  # where something is, an index anew would meet the same
     return isinstance(error, DamagedIndexError)
 
 

@@ -262,7 +262,7 @@ class Desk:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            log.warning("refused engine %s: %s", hello.engine_id, error.strerror)
+            log.warning("refused engine %r: %s", hello.engine_id, error.strerror)
             self._refuse_for_descriptors(connection)
             return
         except Refusal as refusal:
@@ -275,7 +275,7 @@ class Desk:
             connection.party.region = engine.leases
             connection.party.end_term = partial(engine.control.end_term, hello.rank)
         if len(engine.sessions) == 1:
-            log.info("engine %s attaches (pid %d)", hello.engine_id, hello.pid)
+            log.info("engine %r attaches (pid %d)", hello.engine_id, hello.pid)
         self.perform(connection, connection.session.admit(self._welcome(connection, hello)))
 
     def _waits_for_an_end(

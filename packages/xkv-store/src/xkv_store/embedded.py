@@ -84,7 +84,7 @@ class EmbeddedCard:
 
 def daemon_arguments(card: EmbeddedCard, socket: Path) -> list[str]:
     """The daemon's arguments."""
-    arguments = ["--embedded", "--folder", str(card.folder.resolve()), "--socket", str(socket.absolute())]
+    arguments = ["--embedded", "--folder", os.path.realpath(card.folder), "--socket", str(socket.absolute())]
     settings = {
         "--capacity-bytes": card.capacity_bytes,
         "--databases": card.databases,
