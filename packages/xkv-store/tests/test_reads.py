@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import pytest
 
-from xkv_store import sockets, wire
+from xkv_store import sockets, transfers, wire
 from xkv_store.card import CardOptions
 from xkv_store.client_session import Attached, ClientSession, GetAnswered, LeaseAnswered, PutAnswered, Rejected
 from xkv_store.control import ControlPage
@@ -456,3 +456,40 @@ def test_loads_go_to_the_pool_as_loads(gateway: StepGateway, ranks: tuple[Rank, 
     """Behind stores they would wait for a slow medium's writes."""
     ranks[0].lease(1)
     assert [job.lane for job in gateway.pool.waiting] == [Lane.LOAD]
+
+
+def test_a_round_begins_something_of_everybodys(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One message may ask for hundreds of objects: the next engine's one would wait for all of them."""
+    monkeypatch.setattr(transfers, "BEGUN_PER_ROUND_MAX", 2)
+    flood, other = Rank(gateway, "flood", use=RingUse.OWN), Rank(gateway, "other", use=RingUse.OWN)
+    for rank, wanted in ((flood, (1, 2, 3, 4)), (other, (5,))):
+        first = rank.welcome.load_region.first
+        items = tuple(wire.GetObject(key_of(one).encode(), (first + at,), 0) for at, one in enumerate(wanted))
+        assert sockets.send(rank.socket, wire.encode(rank.session.get(next(rank.numbers), items)), ())
+    for connection in list(gateway.desk.connections.values()):
+        gateway.desk.readable(connection, 1)
+    gateway.transfers.begin(gateway.clock.now_ns)
+    assert sorted(job.owner for job in gateway.pool.waiting) == ["flood", "other"]
+    assert gateway.transfers.waiting
+    assert ranks[0].has_heard_nothing
+    assert len(gateway.pool.waiting) == 5
+
+
+def test_what_waits_for_its_turn_ends_with_its_session(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "BEGUN_PER_ROUND_MAX", 0)
+    first, _ = ranks
+    items = tuple(wire.LeaseObject(key_of(number).encode(), 0, 2) for number in (1, 2))
+    assert sockets.send(first.socket, wire.encode(first.session.lease(next(first.numbers), items)), ())
+    for connection in list(gateway.desk.connections.values()):
+        gateway.desk.readable(connection, 1)
+    before = gateway.transfers.in_flight
+    first.socket.close()
+    for connection in list(gateway.desk.connections.values()):
+        gateway.desk.readable(connection, 1)
+    gateway.desk.end_round(everybody=True)
+    assert (before, gateway.transfers.in_flight) == (2, 0)
+    assert [engine.sessions.keys() for engine in gateway.desk.engines] == [{(Role.RANK, 1)}]
