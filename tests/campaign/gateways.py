@@ -13,6 +13,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,15 +21,12 @@ from campaign.damage import Damage
 from campaign.kinds import DAMAGES, KILL_POINTS, plan_of
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES, SUPERBLOCK_BYTES
-from xkv_store.testing.faulty_gateway import write_plan
+from xkv_store.testing.faulty_gateway import effects, write_plan
 from xkv_store.testing.processes import PORT, GatewayProcess
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
     import random
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from campaign.kinds import Draw
 
@@ -52,7 +50,7 @@ INDEX_FRONT_BYTES: Final = 8_192  # LMDB's two meta pages
 
 
 class GatewayOfCampaign:
-    """One card and who serves it. Close it."""
+    """One card and who serves it. Close it (`contextlib.closing`)."""
 
     def __init__(self, folder: Path, *, capacity: str, rng: random.Random, media: Draw, proves: bool) -> None:
         self._folder = folder
@@ -60,11 +58,12 @@ class GatewayOfCampaign:
         self._rng = rng
         self._media = media
         self._proves = proves
-        self._sockets = Path(tempfile.mkdtemp(prefix="xkv-"))  # a socket's path has at most 107 bytes
+        self.sockets = Path(tempfile.mkdtemp(prefix="xkv-"))  # a socket's path has at most 107 bytes
         self._card = folder / "card"
         self._points = folder / "points"
         self._damage = Damage(self._card, SLOT_BYTES, rng)
-        self._effects_before = 0
+        self._counted = 0  # effects that are in `_effects`, or have been taken
+        self._effects: Counter[str] = Counter()
         self._process: GatewayProcess | None = None
         self.medium = ""
         self.long_stops = 0  # how many stops of a minute are still to come
@@ -76,7 +75,7 @@ class GatewayOfCampaign:
         """The keys by which an engine finds this gateway, and bounds that make a campaign go on."""
         return {
             "xkv.port": PORT,
-            "xkv.socket_dir": str(self._sockets),
+            "xkv.socket_dir": str(self.sockets),
             "xkv.ring_bytes": RING_BYTES,
             "xkv.fragment_bytes": SLOT_BYTES - HEADER_BYTES,
             "xkv.heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS,
@@ -94,7 +93,7 @@ class GatewayOfCampaign:
     def _new(self) -> GatewayProcess:
         return GatewayProcess(
             card=self._card,
-            socket_dir=self._sockets,
+            socket_dir=self.sockets,
             points=self._points,
             options=[
                 *("--capacity", self._capacity, "--databases", str(DATABASES), "--slot-bytes", str(SLOT_BYTES)),
@@ -104,7 +103,8 @@ class GatewayOfCampaign:
         )
 
     def _prepare(self) -> None:
-        """The next life's medium."""
+        """The next life's medium. What took effect until now was its predecessor's doing."""
+        self._count_effects()
         self.medium = self._media.deal()
         write_plan(
             self._folder / "faults", plan_of(self.medium, seed=self._rng.randrange(1 << 32), proves=self._proves)
@@ -147,17 +147,21 @@ class GatewayOfCampaign:
         if self._process is not None:
             self._bury()
 
-    def take_effects(self) -> tuple[str, int]:
-        """The medium's kind of this life, and how often it took effect since the last call."""
-        assert self._process is not None
-        total = sum(self._process.effects().values())
-        found, self._effects_before = total - self._effects_before, total
-        return self.medium, found
+    def take_effects(self) -> Counter[str]:
+        """How often each kind of the medium's faults took effect since the last call."""
+        self._count_effects()
+        taken, self._effects = self._effects, Counter()
+        return taken
+
+    def _count_effects(self) -> None:
+        total = effects(self._folder / "faults").total()
+        self._effects[self.medium] += total - self._counted
+        self._counted = total
 
     def status(self) -> dict[str, Any] | None:
         """The gateway's own account; None where it does not answer."""
         try:
-            with contextlib.closing(Tool(self._sockets / f"{PORT}.sock")) as tool:
+            with contextlib.closing(Tool(self.sockets / f"{PORT}.sock")) as tool:
                 found: dict[str, Any] = json.loads(tool.status())
         except UserError:
             return None
@@ -324,16 +328,8 @@ class GatewayOfCampaign:
     def close(self) -> None:
         """End it, and remove the card."""
         self.kill()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _overwrite(path: Path, front: bytes) -> None:

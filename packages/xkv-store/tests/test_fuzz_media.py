@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lmdb
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xkv_store import layout, verify
@@ -30,7 +30,7 @@ from xkv_store.index import NAMED_DATABASES
 from xkv_store.key import ObjectKey
 from xkv_store.layout import Extent, Record, SlotHeader
 from xkv_store.testing.cards import CardDriver
-from xkv_store.testing.effort import repeats, times
+from xkv_store.testing.effort import chances
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,17 +43,6 @@ GRACE_MS = 20
 MEMORY_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 KEYS = [ObjectKey(bytes(16), n % 2, bytes([n]) * 9, n // 4) for n in range(8)]
 NEW = [ObjectKey(b"n" * 16, 0, bytes([n]) * 9, 0) for n in range(18)]  # more than fits
-
-
-def chances(examples: int) -> settings:
-    return settings(
-        max_examples=times(examples),
-        derandomize=repeats(),
-        deadline=None,
-        report_multiple_bugs=False,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),  # explaining takes hundreds of examples more
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def content_of(number: int) -> bytes:

@@ -106,17 +106,6 @@ def made(tmp_path: Path) -> Made:
     return made
 
 
-@pytest.fixture
-def xkv(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
-    """Runs `xkv` with --json: its exit code and its lines."""
-
-    def run(*words: str | Path) -> tuple[int, list[dict[str, Any]]]:
-        code = cli.main([*map(str, words), "--json"])
-        return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    return run
-
-
 def snapshot(folder: Path) -> dict[str, bytes]:
     """All bytes of the card. LMDB's lock file is its reader table, which every opening makes anew."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name not in ("lock", "lock.mdb")]

@@ -23,7 +23,7 @@ from xkv_store.index import Index
 from xkv_store.key import ObjectKey
 from xkv_store.layout import parse_record
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
-from xkv_store.testing.peer import Peer
+from xkv_store.testing.peer import Peer, attached
 from xkv_store.testing.processes import GatewayProcess, running_gateway
 from xkv_store.tool import Tool
 from xkv_store.wire import LoadStatus, StoreStatus, VerifyState
@@ -71,13 +71,11 @@ def flip(folder: Path, offset: int) -> None:
 @contextmanager
 def serving(folder: Path, *faults: Fault) -> Iterator[tuple[GatewayProcess, Peer]]:
     plan = FaultPlan(faults) if faults else None
-    with running_gateway(folder, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, faults=plan) as gateway:
-        peer = Peer(Path(gateway.ready["socket"]), geometry=GEOMETRY)
-        try:
-            peer.attach()
-            yield gateway, peer
-        finally:
-            peer.close()
+    with (
+        running_gateway(folder, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, faults=plan) as gateway,
+        attached(Path(gateway.ready["socket"]), geometry=GEOMETRY) as peer,
+    ):
+        yield gateway, peer
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +96,6 @@ def offsets(original: Path, tmp_path: Path) -> dict[bytes, int]:
     shutil.copytree(original / "card", tmp_path / "card")
     (tmp_path / "card").chmod(0o700)
     return where_objects_lie(tmp_path)
-
-
-@pytest.fixture
-def xkv(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
-    """Runs `xkv` with --json: its exit code and its lines."""
-
-    def run(*words: str | Path) -> tuple[int, list[dict[str, Any]]]:
-        code = cli.main([*map(str, words), "--json"])
-        return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    return run
 
 
 def status_of(gateway: GatewayProcess) -> dict[str, Any]:

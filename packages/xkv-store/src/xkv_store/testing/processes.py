@@ -36,10 +36,11 @@ POINT_S_MAX: Final = 20.0
 POLL_S: Final = 0.005
 PORT: Final = 5557  # names the socket in a folder of the test's own; nothing listens on the network
 
-# Each gateway is forked from a server process that has imported everything: a start takes milliseconds. What
+# Each gateway is forked from a server process that has imported everything: a start takes a tenth of a second. What
 # runs the tests is imported again in each child, so it is imported in the server too.
 _PROCESSES: Final = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__, "pytest"])
+# The last two are imported when they are first used; what is not there is passed over.
+_PROCESSES.set_forkserver_preload([__name__, "pytest", "lmdb", "typer._adapters"])
 
 
 def _end_with(owner: int) -> None:
