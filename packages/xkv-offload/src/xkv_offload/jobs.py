@@ -71,15 +71,22 @@ class CopyQueue:
     def pop(self) -> Callable[[], None] | None:
         """The next copy; blocks; None when the queue has been closed."""
         with self._condition:
-            while True:
-                while self._heap:
-                    _, number, _ = heapq.heappop(self._heap)
-                    entry = self._work.pop(number, None)
-                    if entry is not None:
-                        return entry[1]
-                if self._closed:
-                    return None
+            while (work := self._next()) is None and not self._closed:
                 self._condition.wait()
+            return work
+
+    def pop_now(self) -> Callable[[], None] | None:
+        """The next copy; None where there is none at this moment."""
+        with self._condition:
+            return self._next()
+
+    def _next(self) -> Callable[[], None] | None:
+        while self._heap:
+            _, number, _ = heapq.heappop(self._heap)
+            entry = self._work.pop(number, None)
+            if entry is not None:
+                return entry[1]
+        return None
 
     def close(self) -> None:
         """Let what is queued run, then end."""

@@ -5,6 +5,7 @@ scatter on the copy thread, deadlines. A failed object is denied before its load
 Must not know: vLLM, how a failure is told to it.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -25,18 +26,22 @@ from .rank import RankContext
 from .stores import ObjectDone
 from .transfer import StagedObject, XkvTransferSpec
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class _Fetch:
     """One object of a load, from its submission to its last byte.
 
-    `base`: the sub-block that the object's bytes are taken to begin with (see `Loads._base`).
+    `base`: the sub-block that the object's bytes are taken to begin with (see `Loads._base`). `mark`: before it, vLLM's
+    own kernels may still write what the pages held for another request.
     """
 
     job: Job
     part: ChunkPart
     key: ObjectKey
     base: int
+    mark: object
     slots: list[int] = field(default_factory=list)
     settled: bool = False
 
@@ -56,9 +61,10 @@ class Loads:
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
         """Fetch the objects of `parts` in order, as the load region has room; copy those that are staged already."""
         object_key = self._context.object_key
+        mark = self._context.mover.ready_mark()
         fetches = []
         for part in parts:
-            fetch = _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part))
+            fetch = _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part), mark)
             if spec.staged and spec.staged[part.key]:
                 self._copy_staged(fetch, spec.staged[part.key][self._context.object_rank])
             else:
@@ -79,22 +85,31 @@ class Loads:
             self._fail_staged(fetch)
 
     def _scatter_staged(self, fetch: _Fetch, own: StagedObject) -> None:
-        """On the copy thread: copy one object, if it is still there before and after."""
+        """On the copy thread: begin to copy one object, if it is still there; it must be there after that, too."""
         context = self._context
-        layout = context.layouts[fetch.part.group]
-        try:
-            if fetch.job.cancelled or not self._holds(fetch, own):
-                self._fail_staged(fetch)
-                return
-            context.mover.scatter(Move(fetch.part, layout, context.rows(own.slots), 0, fetch.base))
-            is_whole = self._holds(fetch, own)
-        except Exception:
-            self._fail_staged(fetch)
-            raise
-        if not is_whole:
+        if fetch.job.cancelled or not self._holds(fetch, own):
             self._fail_staged(fetch)
             return
-        size = len(fetch.part.blocks) * layout.block_bytes
+        fragments = self._fragments(fetch)
+        move = Move(
+            fetch.part,
+            context.layouts[fetch.part.group],
+            context.slots(own.slots[fragments.start : fragments.stop]),
+            fragments.start,
+            fetch.base,
+        )
+        context.mover.start_scatter(move, fetch.mark, partial(self._staged_scattered, fetch, own))
+
+    def _staged_scattered(self, fetch: _Fetch, own: StagedObject, error: Exception | None) -> None:
+        """On the copy thread: the pages hold what the slots held, if those still are the object's."""
+        _count_error(error)
+        if error is not None or not self._holds(fetch, own):
+            self._fail_staged(fetch)
+            return
+        self._succeed(fetch)
+
+    def _succeed(self, fetch: _Fetch) -> None:
+        size = len(fetch.part.blocks) * self._context.layouts[fetch.part.group].block_bytes
         count("load_objects")
         count("load_bytes", size)
         self._done(fetch.job, size)
@@ -221,23 +236,24 @@ class Loads:
     def _scatter(self, fetch: _Fetch) -> None:
         """On the copy thread. A fetch that was given up meanwhile touches no page."""
         context = self._context
+        with self._lock:
+            is_given_up, fetch.settled = fetch.settled, True
+        if is_given_up:
+            self._give_back(fetch)
+            return
         layout = context.layouts[fetch.part.group]
+        move = Move(fetch.part, layout, context.slots(fetch.slots), self._fragments(fetch).start, fetch.base)
+        context.mover.start_scatter(move, fetch.mark, partial(self._scattered, fetch))
+
+    def _scattered(self, fetch: _Fetch, error: Exception | None) -> None:
+        """On the copy thread: the object's bytes are in the pages, or will not be."""
         try:
-            with self._lock:
-                if fetch.settled:
-                    return
-                fetch.settled = True
-            first_fragment = self._fragments(fetch).start
-            try:
-                context.mover.scatter(Move(fetch.part, layout, context.rows(fetch.slots), first_fragment, fetch.base))
-            except Exception:
+            _count_error(error)
+            if error is not None:
                 self._settle_failed(fetch)
-                raise
-            size = len(fetch.part.blocks) * layout.block_bytes
-            count("load_objects")
-            count("load_bytes", size)
+                return
             self._forget(fetch)
-            self._done(fetch.job, size)
+            self._succeed(fetch)
         finally:
             self._give_back(fetch)
 
@@ -265,3 +281,9 @@ class Loads:
             slots, fetch.slots = fetch.slots, []
             self._context.client.load_region.give(slots)
             self._feed()
+
+
+def _count_error(error: Exception | None) -> None:
+    if error is not None:
+        count("worker_errors")
+        logger.error("Scattering an object failed", exc_info=error)

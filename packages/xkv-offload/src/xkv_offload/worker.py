@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from .failures import LoadFailedError
@@ -136,6 +135,8 @@ class XkvWorker:
         """End the copies and detach from the gateway."""
         self._queue.close()
         self._thread.join(SHUTDOWN_SECONDS_MAX)
+        if not self._thread.is_alive():
+            self._context.mover.close()
         self._context.client.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -236,10 +237,17 @@ class XkvWorker:
         )
 
     def _copy(self) -> None:
-        """The copy thread: a copy that raises has already been answered for by its owner."""
-        for work in iter(partial(self._queue.pop), None):
+        """The copy thread: begins copies as they come, and ends those under way where there is none to begin."""
+        while True:
             try:
+                work = self._queue.pop_now()
+                if work is None:
+                    if self._context.mover.advance():
+                        continue
+                    work = self._queue.pop()
+                    if work is None:
+                        return
                 work()
-            except Exception:  # noqa: PERF203 - one failed copy must not end the thread
+            except Exception:
                 count("worker_errors")
                 logger.exception("A copy failed")
