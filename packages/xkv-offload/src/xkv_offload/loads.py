@@ -74,7 +74,8 @@ class Loads:
         with self._lock:
             self._open[job.job_id] = fetches
             self._waiting.extend(fetches)
-        self._feed()
+        if not self._queue.push(Priority.LOAD, job.job_id, self._feed):  # vLLM's thread does not wait for a socket
+            self._feed()
 
     def _copy_staged(self, fetch: _Fetch, own: StagedObject) -> None:
         """Copy a verified object out of the ring. The slots are the scheduler's, until the job is over."""

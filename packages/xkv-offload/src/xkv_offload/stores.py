@@ -58,12 +58,15 @@ class Stores:
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
         """Queue the gathering of `parts`, one copy per object, in order."""
         mark = self._context.mover.ready_mark()
-        for part in parts:
-            size = len(part.blocks) * self._context.layouts[part.group].block_bytes
-            self._add_ring_bytes(size)
-            stored = _Object(job, part, spec, mark, size)
-            if not self._queue.push(Priority.STORE, job.job_id, partial(self._gather, stored)):
-                self._shed(stored)
+        objects = [
+            _Object(job, part, spec, mark, len(part.blocks) * self._context.layouts[part.group].block_bytes)
+            for part in parts
+        ]
+        self._add_ring_bytes([stored.size for stored in objects])
+        works = [partial(self._gather, stored) for stored in objects]
+        taken = self._queue.push_all(Priority.STORE, job.job_id, works)
+        for stored in objects[taken:]:
+            self._shed(stored)
 
     def _gather(self, stored: _Object) -> None:
         """On the copy thread: begin to copy one object into the ring."""
@@ -104,19 +107,20 @@ class Stores:
 
     def _answered(self, size: int, answer: StoredObject) -> None:
         """On the client's thread: the gateway has the object, or not; the slots are free again."""
-        self._add_ring_bytes(size, sign=-1)
+        self._add_ring_bytes([size], sign=-1)
         held = answer.status in (StoreStatus.CONFIRMED, StoreStatus.HELD)
         count("confirmed_objects" if held else "refused_objects")
 
     def _shed(self, stored: _Object) -> None:
-        self._add_ring_bytes(stored.size, sign=-1)
+        self._add_ring_bytes([stored.size], sign=-1)
         count("shed_objects")
         self._context.client.control.add_shed(self._context.rank)
         self._done(stored.job, 0)
 
-    def _add_ring_bytes(self, size: int, *, sign: int = 1) -> None:
-        """An object of `size` bytes is on its way, or no more: it takes whole slots."""
-        slots = fragment_range(first_byte=0, length=size, fragment_bytes=self._context.fragment_bytes)
+    def _add_ring_bytes(self, sizes: Sequence[int], *, sign: int = 1) -> None:
+        """Objects of these sizes are on their way, or no more: each takes whole slots."""
+        fragment_bytes = self._context.fragment_bytes
+        slots = sum(len(fragment_range(first_byte=0, length=size, fragment_bytes=fragment_bytes)) for size in sizes)
         with self._lock:
-            self._bytes_in_flight += sign * len(slots) * (self._context.fragment_bytes + HEADER_BYTES)
+            self._bytes_in_flight += sign * slots * (fragment_bytes + HEADER_BYTES)
             self._context.client.control.set_store_bytes(self._context.rank, self._bytes_in_flight)

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
+
 from .failures import LoadFailedError
 from .jobs import CopyQueue, Job
 from .loads import Loads
@@ -66,7 +68,7 @@ class XkvWorker:
 
     def submit_load(self, job_id: int, src_spec: XkvTransferSpec, dst_spec: Any, expedited: bool = False) -> bool:
         """Begin to load; done or failed within the load's deadline. `expedited` jobs are waited for by vLLM."""
-        blocks = [int(block) for block in dst_spec.block_ids]
+        blocks = _integers(dst_spec.block_ids)
         try:
             parts = self._load_parts(src_spec, dst_spec)
             job = self._begin(job_id, is_store=False, objects=len(parts), req_id=src_spec.req_id)
@@ -146,9 +148,9 @@ class XkvWorker:
         try:
             plan = plan_store(
                 key_groups=context.key_groups(spec.keys),
-                block_ids=[int(block) for block in src_spec.block_ids],
-                group_sizes=[int(size) for size in src_spec.group_sizes],
-                block_indices=[int(index) for index in src_spec.block_indices],
+                block_ids=_integers(src_spec.block_ids),
+                group_sizes=_integers(src_spec.group_sizes),
+                block_indices=_integers(src_spec.block_indices),
                 blocks_per_chunk=context.blocks_per_chunk,
                 lone_last_block=context.lone_last_block,
             )
@@ -162,9 +164,9 @@ class XkvWorker:
     def _load_parts(self, spec: XkvTransferSpec, dst_spec: Any) -> tuple[ChunkPart, ...]:
         return plan_load(
             key_groups=self._context.key_groups(spec.keys),
-            block_ids=[int(block) for block in dst_spec.block_ids],
-            group_sizes=[int(size) for size in dst_spec.group_sizes],
-            block_indices=[int(index) for index in dst_spec.block_indices],
+            block_ids=_integers(dst_spec.block_ids),
+            group_sizes=_integers(dst_spec.group_sizes),
+            block_indices=_integers(dst_spec.block_indices),
             blocks_per_chunk=self._context.blocks_per_chunk,
         )
 
@@ -251,3 +253,9 @@ class XkvWorker:
             except Exception:
                 count("worker_errors")
                 logger.exception("A copy failed")
+
+
+def _integers(numbers: Any) -> list[int]:
+    """Python's integers, of an array or a list of any kind."""
+    found: list[int] = np.asarray(numbers, np.int64).tolist()
+    return found
