@@ -425,7 +425,7 @@ def all_jobs(figures: Figures, memory: Path, disk: Path | None) -> None:
     """A card in memory, a card on the disk."""
     for where, parent in (("memory", memory), ("disk", disk)):
         with tempfile.TemporaryDirectory(dir=parent) as folder:
-            whole_jobs(figures, Path(folder), where, ["--io-threads", "16"])
+            whole_jobs(figures, Path(folder), where, ["--io-threads", "16", "--databases", "8"])
         torch.cuda.empty_cache()
 
 
