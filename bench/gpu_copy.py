@@ -90,21 +90,27 @@ def seconds_on_gpu(work: Callable[[], None], repeats: int = REPEATS) -> float:
 
 
 def ceilings(figures: Figures, ring: Any) -> None:
-    """Device to device (bytes copied, so half the traffic), and the registered ring in copies of 256 MiB and 32 MiB."""
+    """Device to device (bytes copied, so half the traffic); the registered ring in copies of some sizes, one by one."""
     source = torch.randint(-128, 127, (2 << 30,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     rate = len(source) / seconds_on_gpu(lambda: target.copy_(source)) / GB
     figures.add("d2d", "device to device, 2 GiB", rate, f"{rate:,.0f} GB/s")
-    for size in (256 * MIB, 32 * MIB):
+    for size, pitch in (
+        (256 * MIB, 256 * MIB),
+        (32 * MIB, 32 * MIB),
+        (8 * MIB, 33 * SLOT_BYTES),
+        (2 * MIB, 9 * SLOT_BYTES),
+    ):
         count = JOB_BYTES // size + 1
+        places = [slice(number * pitch, number * pitch + size) for number in range(count)]
 
-        def out(size: int = size, count: int = count) -> None:
-            for at in range(0, count * size, size):
-                ring[at : at + size].copy_(source[at : at + size], non_blocking=True)
+        def out(places: Sequence[slice] = places) -> None:
+            for place in places:
+                ring[place].copy_(source[place], non_blocking=True)
 
-        def back(size: int = size, count: int = count) -> None:
-            for at in range(0, count * size, size):
-                target[at : at + size].copy_(ring[at : at + size], non_blocking=True)
+        def back(places: Sequence[slice] = places) -> None:
+            for place in places:
+                target[place].copy_(ring[place], non_blocking=True)
 
         for name, key, work in (("device to ring", "out", out), ("ring to device", "back", back)):
             rate = count * size / seconds_on_gpu(work) / GB

@@ -54,7 +54,7 @@ class _Direction:
 
     into_pages: bool
     rows_stream: Any
-    ring_streams: Sequence[Any]
+    ring_stream: Any
     free: list[StagingSlot]
     open: _Wave | None = None
     under_way: deque[_Wave] = field(default_factory=deque)
@@ -90,8 +90,8 @@ class DeviceMover:
         self._loads = self._direction(loads, into_pages=True)
 
     def _direction(self, slots: list[StagingSlot], *, into_pages: bool) -> _Direction:
-        rows, *ring = (self._device.stream(urgent=into_pages) for _ in range(3))
-        return _Direction(into_pages, rows, ring, slots)
+        rows_stream, ring_stream = (self._device.stream(urgent=into_pages) for _ in range(2))
+        return _Direction(into_pages, rows_stream, ring_stream, slots)
 
     def use_ring(self, ring: Bytes, numbers: Sequence[range]) -> None:
         """See Mover: the slots' memory is registered, in bounded parts."""
@@ -201,10 +201,11 @@ class DeviceMover:
         device, slot = self._device, wave.slot
         upload, copy_rows = self._rows.prepare(wave.plan, slot, into_pages=direction.into_pages)
         found = runs(wave.plan.pieces, slot_bytes=self._slot_bytes, cut_bytes=self._cut_bytes)
-        rows_stream, (ring_stream, _) = direction.rows_stream, direction.ring_streams
+        copy_runs = partial(self._copy_runs, slot, found, direction.into_pages)
+        rows_stream, ring_stream = direction.rows_stream, direction.ring_stream
         if direction.into_pages:
             device.enqueue(ring_stream, upload)  # it would wait for copies of later waves if it came after them
-            self._enqueue_runs(direction, slot, found)
+            device.enqueue(ring_stream, copy_runs)
             slot.staged.record(ring_stream)
             rows_stream.wait_event(slot.staged)
             _wait_for(wave.marks, rows_stream)
@@ -215,19 +216,9 @@ class DeviceMover:
             _wait_for(wave.marks, rows_stream)
             device.enqueue(rows_stream, copy_rows)
             slot.staged.record(rows_stream)
-            for stream in direction.ring_streams:
-                stream.wait_event(slot.staged)
-            self._enqueue_runs(direction, slot, found)
+            ring_stream.wait_event(slot.staged)
+            device.enqueue(ring_stream, copy_runs)
             slot.done.record(ring_stream)
-
-    def _enqueue_runs(self, direction: _Direction, slot: StagingSlot, found: Sequence[Run]) -> None:
-        """Queue copies on both ring streams in turn, so that no pause is between them; the first one ends last."""
-        first, second = direction.ring_streams
-        self._device.enqueue(first, partial(self._copy_runs, slot, found[::2], direction.into_pages))
-        if len(found) > 1:
-            self._device.enqueue(second, partial(self._copy_runs, slot, found[1::2], direction.into_pages))
-            slot.half.record(second)
-            first.wait_event(slot.half)
 
     def _copy_runs(self, slot: StagingSlot, found: Sequence[Run], into_pages: bool) -> None:
         for run in found:
@@ -250,7 +241,7 @@ class DeviceMover:
         wave = direction.under_way.popleft()
         try:
             if wave.error is not None:
-                for stream in (direction.rows_stream, *direction.ring_streams):
+                for stream in (direction.rows_stream, direction.ring_stream):
                     stream.synchronize()
             else:
                 wave.slot.done.synchronize()

@@ -85,15 +85,13 @@ class RowCopier(Protocol):
 class StagingSlot:
     """Room for a wave: `area` holds whole ring slots, `words` its plan; `host_words` is where that comes from.
 
-    `half`: between the two streams that copy from or to the ring. `staged`: between them and the one that copies rows.
-    `done`: after all of it.
+    `staged`: between the wave's two streams. `done`: after all of it.
     """
 
     area: Any
     slot_bytes: int
     words: Any
     host_words: Any
-    half: Event
     staged: Event
     done: Event
 
@@ -142,7 +140,6 @@ def make_slots(device: Device, *, division: Division, slot_bytes: int) -> list[l
                 slot_bytes=slot_bytes,
                 words=everything[begin:plan_end].view(torch.int64),
                 host_words=device.pinned_words(division.plan_bytes // WORD_BYTES),
-                half=device.event(),
                 staged=device.event(),
                 done=device.event(),
             )
