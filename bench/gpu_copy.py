@@ -31,7 +31,7 @@ from xkv_offload.device_copy import DeviceMover
 from xkv_offload.layout import ObjectLayout, Page
 from xkv_offload.mapping import ChunkPart
 from xkv_offload.metrics import PROCESS_COUNTERS
-from xkv_offload.rows import ROW_BYTES_MAX, Piece, TensorPlace, WavePlan, make_table, unit_bytes
+from xkv_offload.rows import ROW_BYTES_MAX, TensorPlace, WavePlan, make_piece, make_table, unit_bytes
 from xkv_offload.staging_area import WORD_BYTES, Division, make_slots
 from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
@@ -153,7 +153,8 @@ def kernels(figures: Figures, page_bytes: int, name: str, wave_bytes: int) -> No
             for index in range(objects):
                 at = (number * objects + index) * bpc
                 part = ChunkPart(0, 0, 0, tuple(chosen[at : at + bpc].tolist()))
-                assert plan.add(Piece(Move(part, layout, (), 0, 0), 0, fragments, index * fragments), table)
+                move = Move(part, layout, (), 0, 0)
+                assert plan.add(make_piece(move, table, first=0, count=fragments, staged=index * fragments))
             upload, launch = rows.prepare(plan, slot, into_pages=into_pages)
             upload()
             launches.append(launch)

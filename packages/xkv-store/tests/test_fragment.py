@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xkv_store.errors import CorruptObject
-from xkv_store.fragment import Identity, filled, pieces, prove, seal
+from xkv_store.fragment import Identity, ObjectSlots, filled, pieces, prove, seal
 from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.layout import Extent
 
@@ -84,3 +84,28 @@ def test_only_the_last_slot_is_shorter() -> None:
     sizes = [len(view) for view in filled(slots, IDENTITY.length, GEOMETRY, 0)]
     assert sizes[:-1] == [8_192] * (FRAGMENTS - 1)
     assert sizes[-1] == GEOMETRY.slot_fill_bytes(IDENTITY.length, FRAGMENTS - 1) < 8_192
+
+
+def test_an_objects_slots_are_sealed_as_one_by_one() -> None:
+    own = ObjectSlots(IDENTITY, GEOMETRY)
+    for fragment in (2, 0, 1, 0):
+        slot = memoryview(bytearray(b"\xee" * 8_192))
+        slot[HEADER_BYTES:] = bytes(range(256)) * 28
+        assert own.seal(slot, fragment) == sealed(fragment)
+        own.prove(slot, fragment)
+
+
+@given(st.integers(0, FRAGMENTS - 1), st.data(), st.integers(1, 255))
+def test_any_changed_byte_is_noticed_among_an_objects_slots(fragment: int, data: st.DataObject, change: int) -> None:
+    slot = sealed(fragment)
+    own = ObjectSlots(IDENTITY, GEOMETRY)
+    own.prove(slot, fragment)
+    end = HEADER_BYTES + GEOMETRY.payload_bytes(IDENTITY.length, fragment)
+    slot[data.draw(st.integers(0, end - 1))] ^= change
+    with pytest.raises(CorruptObject):
+        own.prove(slot, fragment)
+
+
+def test_what_a_header_says_beside_its_identity_is_no_fault() -> None:
+    other_place = Identity(b"u" * 16, b"k" * 40, 7, 17_000, 30, 40)
+    ObjectSlots(IDENTITY, GEOMETRY).prove(sealed(1, other_place), 1)

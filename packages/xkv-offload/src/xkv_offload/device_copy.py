@@ -17,7 +17,7 @@ from xkv_store.geometry import HEADER_BYTES
 from .copy import Bytes, End, Move
 from .layout import ObjectLayout
 from .metrics import count
-from .rows import ROW_BYTES_MAX, Piece, Run, Table, TensorPlace, WavePlan, make_table, runs
+from .rows import ROW_BYTES_MAX, Run, Table, TensorPlace, WavePlan, make_piece, make_table, runs
 from .staging_area import WORD_BYTES, Device, Division, RowCopier, StagingSlot, make_slots
 
 logger = logging.getLogger(__name__)
@@ -147,19 +147,18 @@ class DeviceMover:
                 first += taken
                 if taken:
                     wave.copies.append((copy, taken))
-                    if all(mark is not known for known in wave.marks):
+                    if not wave.marks or mark is not wave.marks[-1]:
                         wave.marks.append(mark)
                 if not taken or wave.used == self._fragments:
                     self._launch(direction)
         except Exception as error:  # noqa: BLE001 - it is told to the copy's owner, who counts and logs it
             copy.error = error
             _have_ended(copy, len(move.slots) - first)
-        self._end_finished()
 
     def _add(self, wave: _Wave, move: Move, table: Table, first: int) -> int:
         """Put slots of a move into a wave, from `first` on; how many. There is room for one in an empty wave."""
         taken = min(len(move.slots) - first, self._fragments - wave.used)
-        while taken and not wave.plan.add(Piece(move, first, taken, wave.used), table):
+        while taken and not wave.plan.add(make_piece(move, table, first=first, count=taken, staged=wave.used)):
             taken //= 2
         assert taken or wave.used, "a fragment's rows fit a plan: that was checked"
         wave.used += taken
@@ -195,6 +194,7 @@ class DeviceMover:
         except Exception as error:  # noqa: BLE001 - it is told to the copies' owners, who count and log it
             wave.error = error
         direction.under_way.append(wave)
+        self._end_finished()
 
     def _enqueue(self, direction: _Direction, wave: _Wave) -> None:
         """Queue a wave's steps; nothing here waits for the GPU."""

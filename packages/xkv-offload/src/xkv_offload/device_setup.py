@@ -20,7 +20,7 @@ from .cuda import CudaDevice
 from .device_copy import DeviceMover
 from .layout import ObjectLayout, Page
 from .mapping import ChunkPart
-from .rows import PIECE_WORDS, ROW_BYTES_MAX, ROW_WORDS, Piece, TensorPlace, WavePlan, make_table, unit_bytes
+from .rows import PIECE_WORDS, ROW_BYTES_MAX, ROW_WORDS, TensorPlace, WavePlan, make_piece, make_table, unit_bytes
 from .staging_area import WORD_BYTES, Device, Division, RowCopier, divide, make_slots
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,8 @@ def prove(device: Device, rows: RowCopier, *, fragment_bytes: int, page_bytes: i
         target.zero_()
         device.await_all()
         plan = WavePlan(words_max=division.plan_bytes // WORD_BYTES)
-        assert plan.add(Piece(Move(ChunkPart(0, 0, 0, (0,)), layout, (), 0, 0), 0, 1, 0), table)
+        move = Move(ChunkPart(0, 0, 0, (0,)), layout, (), 0, 0)
+        assert plan.add(make_piece(move, table, first=0, count=1, staged=0))
         for work in rows.prepare(plan, slot, into_pages=into_pages):
             device.enqueue(stream, work)
         slot.done.record(stream)

@@ -6,10 +6,10 @@ Must not know: torch, CUDA, the ring, jobs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import gcd
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,8 @@ PIECE_WORDS: Final = 4
 only a part's sub-blocks are read), address of the place of the object's first slot in the staging area."""
 ROW_BYTES_MAX: Final = 8_192
 """A program copies one row: many small ones keep the memory busy, and one is copied by one block of threads at once."""
+CUTS_MAX: Final = 4_096
+"""Remembered at once; objects of one size are cut in as many ways as a wave has places."""
 UNIT_BYTES_MAX: Final = 16
 """What a thread loads at once."""
 
@@ -41,17 +43,47 @@ class TensorPlace:
     stride: int
 
 
+class Cut(NamedTuple):
+    """Which part of a table and of its slots a piece needs: its rows, and from the start of its first slot its first
+    byte and, in its last slot, the end of its last.
+    """
+
+    first_row: int
+    end_row: int
+    begin: int
+    end: int
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """The rows of the objects that begin with one sub-block of one layout, in the order of the object's bytes.
 
     `first_of_fragment[i]`, `first_of_block[i]`: the first row of fragment `i`, of the `i`-th sub-block; one more at the
-    end.
+    end. `cuts` remembers what `cut` has found: objects are cut alike, over and over.
     """
 
     rows: Words
     first_of_fragment: tuple[int, ...]
     first_of_block: tuple[int, ...]
+    block_bytes: int
+    fragment_bytes: int
+    cuts: dict[tuple[int, int, int, int], Cut] = field(default_factory=dict)
+
+    def cut(self, block: int, blocks: int, fragment: int, fragments: int) -> Cut:
+        """What of `blocks` sub-blocks from `block` on lies in `fragments` fragments from `fragment` on."""
+        key = (block, blocks, fragment, fragments)
+        found = self.cuts.get(key)
+        if found is None:
+            if len(self.cuts) == CUTS_MAX:
+                self.cuts.clear()
+            begin, end = block * self.block_bytes, (block + blocks) * self.block_bytes
+            found = self.cuts[key] = Cut(
+                max(self.first_of_block[block], self.first_of_fragment[fragment]),
+                min(self.first_of_block[block + blocks], self.first_of_fragment[fragment + fragments]),
+                HEADER_BYTES + max(0, begin - fragment * self.fragment_bytes),
+                HEADER_BYTES + min(self.fragment_bytes, end - (fragment + fragments - 1) * self.fragment_bytes),
+            )
+        return found
 
 
 def make_table(
@@ -78,7 +110,13 @@ def make_table(
             at += page.page_bytes
     ends = (len(rows),)
     words = np.array(rows, np.int64).reshape(-1, ROW_WORDS)
-    return Table(words, (*first_of_fragment, *ends), (*first_of_block, *ends))
+    return Table(
+        rows=words,
+        first_of_fragment=(*first_of_fragment, *ends),
+        first_of_block=(*first_of_block, *ends),
+        block_bytes=layout.block_bytes,
+        fragment_bytes=fragment_bytes,
+    )
 
 
 def unit_bytes(*, layouts: Sequence[ObjectLayout], tensors: Sequence[TensorPlace], fragment_bytes: int) -> int:
@@ -91,40 +129,22 @@ def unit_bytes(*, layouts: Sequence[ObjectLayout], tensors: Sequence[TensorPlace
     return common
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Some fragments of a move: `count` from the move's `first`-th slot on, at place `staged` of the staging area."""
 
     move: Move
+    table: Table
+    cut: Cut
     first: int
     count: int
     staged: int
 
-    def payload_range(self, fragment_bytes: int) -> tuple[int, int]:
-        """From the start of the first slot: the first byte of the part, and the end of its last, in the last slot."""
-        move = self.move
-        block_bytes = move.layout.block_bytes
-        begin = (move.part.first - move.base_sub_block) * block_bytes
-        end = begin + len(move.part.blocks) * block_bytes
-        first = move.first_fragment + self.first
-        last = first + self.count - 1
-        return (
-            HEADER_BYTES + max(0, begin - first * fragment_bytes),
-            HEADER_BYTES + min(fragment_bytes, end - last * fragment_bytes),
-        )
 
-    def row_range(self, table: Table) -> tuple[int, int]:
-        """The rows of the table that this piece needs."""
-        move = self.move
-        block = move.part.first - move.base_sub_block
-        fragment = move.first_fragment + self.first
-        return (
-            max(table.first_of_block[block], table.first_of_fragment[fragment]),
-            min(
-                table.first_of_block[block + len(move.part.blocks)],
-                table.first_of_fragment[fragment + self.count],
-            ),
-        )
+def make_piece(move: Move, table: Table, *, first: int, count: int, staged: int) -> Piece:
+    """The piece, with what it needs of the move's table."""
+    part = move.part
+    cut = table.cut(part.first - move.base_sub_block, len(part.blocks), move.first_fragment + first, count)
+    return Piece(move, table, cut, first, count, staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,73 +156,59 @@ class Written:
     rows_max: int
 
 
-@dataclass(slots=True)
-class _Rows:
-    table: Table
-    begin: int
-    end: int
-
-    @property
-    def words(self) -> int:
-        return (self.end - self.begin) * ROW_WORDS
-
-
 class WavePlan:
     """The pieces of one wave, and the words that the kernels need of them: at most `words_max`."""
 
     def __init__(self, *, words_max: int) -> None:
         self._words_max = words_max
         self._words = 0
-        self._rows: dict[int, _Rows] = {}  # by the table's identity
-        self._pieces: list[tuple[Piece, Table]] = []
+        self._rows: dict[int, tuple[Table, int, int]] = {}  # by the table's identity: its first row here, and the end
+        self.pieces: list[Piece] = []
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        """What has been added."""
-        return [piece for piece, _ in self._pieces]
-
-    def add(self, piece: Piece, table: Table) -> bool:
+    def add(self, piece: Piece) -> bool:
         """Take a piece in; False if there is no room for what it needs."""
-        begin, end = piece.row_range(table)
-        known = self._rows.get(id(table))
-        merged = _Rows(table, min(begin, known.begin) if known else begin, max(end, known.end) if known else end)
-        words = merged.words - (known.words if known else 0) + PIECE_WORDS + len(piece.move.part.blocks)
-        if self._words + words > self._words_max:
+        table, (first, end, _, _) = piece.table, piece.cut
+        _, known_first, known_end = self._rows.get(id(table), (table, first, first))
+        first = min(first, known_first)
+        end = max(end, known_end)
+        more = (end - first - known_end + known_first) * ROW_WORDS
+        words = self._words + more + PIECE_WORDS + len(piece.move.part.blocks)
+        if words > self._words_max:
             return False
-        self._words += words
-        self._rows[id(table)] = merged
-        self._pieces.append((piece, table))
+        self._words = words
+        if more:
+            self._rows[id(table)] = (table, first, end)
+        self.pieces.append(piece)
         return True
 
     def write(self, into: Words, *, staging_address: int, slot_bytes: int) -> Written:
         """Write the words to the start of `into`."""
-        at = len(self._pieces) * PIECE_WORDS
+        at = len(self.pieces) * PIECE_WORDS
         places: dict[int, int] = {}
-        for number, rows in self._rows.items():
-            places[number] = at - rows.begin * ROW_WORDS
-            into[at : at + rows.words] = rows.table.rows[rows.begin : rows.end].reshape(-1)
-            at += rows.words
+        for number, (table, first, end) in self._rows.items():
+            places[number] = at - first * ROW_WORDS
+            words = (end - first) * ROW_WORDS
+            into[at : at + words] = table.rows[first:end].reshape(-1)
+            at += words
         most = 0
-        words: list[int] = []
-        for piece, table in self._pieces:
-            move = piece.move
-            begin, end = piece.row_range(table)
-            words += (
-                places[id(table)] + begin * ROW_WORDS,
-                end - begin,
-                at - (move.part.first - move.base_sub_block),
-                staging_address + (piece.staged - move.first_fragment - piece.first) * slot_bytes,
+        heads: list[int] = []
+        ids: list[int] = []
+        for move, table, (first, end, _, _), first_slot, _, staged in self.pieces:
+            part = move.part
+            heads += (
+                places[id(table)] + first * ROW_WORDS,
+                end - first,
+                at + len(ids) - part.first + move.base_sub_block,
+                staging_address + (staged - move.first_fragment - first_slot) * slot_bytes,
             )
-            blocks = move.part.blocks
-            into[at : at + len(blocks)] = blocks
-            at += len(blocks)
-            most = max(most, end - begin)
-        into[: len(words)] = words
-        return Written(at, len(self._pieces), most)
+            ids += part.blocks
+            most = max(most, end - first)
+        into[: len(heads)] = heads
+        into[at : at + len(ids)] = ids
+        return Written(at + len(ids), len(self.pieces), most)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """`length` bytes at `staged_at` of a staging area, at `ring_at` of the ring."""
 
     staged_at: int
@@ -222,7 +228,7 @@ def runs(pieces: Sequence[Piece], *, slot_bytes: int, cut_bytes: int) -> list[Ru
     """
     found: list[Run] = []
     for piece in pieces:
-        begin, end = piece.payload_range(slot_bytes - HEADER_BYTES)
+        _, _, begin, end = piece.cut
         for first, count, number in _neighbours(piece):
             start = begin if first == 0 else HEADER_BYTES
             stop = (count - 1) * slot_bytes + (end if first + count == piece.count else slot_bytes)

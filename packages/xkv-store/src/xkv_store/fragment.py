@@ -18,6 +18,7 @@ from .layout import (
     checksum,
     pack_slot_header,
     parse_slot_header,
+    patch_slot_header,
 )
 
 
@@ -115,6 +116,56 @@ def prove(slot: memoryview, identity: Identity, geometry: Geometry, fragment: in
         raise OtherObject(f"fragment {fragment}: the slot holds another {', '.join(differing)}")
     if checksum(slot[HEADER_BYTES : HEADER_BYTES + payload_bytes]) != header.payload_checksum:
         raise CorruptObject(f"fragment {fragment}: the payload's checksum is wrong")
+
+
+class ObjectSlots:
+    """Seals and proves the slots of one object, one after another: all but a few bytes of their headers are alike.
+
+    For one thread.
+    """
+
+    def __init__(self, identity: Identity, geometry: Geometry) -> None:
+        self._identity = identity
+        self._geometry = geometry
+        self._header = bytearray(HEADER_BYTES)
+        header = SlotHeader(
+            identity.key,
+            0,
+            geometry.fragments(identity.length),
+            0,
+            identity.generation,
+            identity.length,
+            0,
+            identity.card_uuid,
+            identity.family,
+            identity.position,
+        )
+        pack_slot_header(memoryview(self._header), header)
+
+    def seal(self, slot: memoryview, fragment: int) -> memoryview:
+        """As `seal`."""
+        geometry, length = self._geometry, self._identity.length
+        payload_end = HEADER_BYTES + geometry.payload_bytes(length, fragment)
+        fill_bytes = geometry.slot_fill_bytes(length, fragment)
+        if fill_bytes > payload_end:
+            slot[payload_end:fill_bytes] = bytes(fill_bytes - payload_end)
+        self._make_header(slot, fragment, payload_end)
+        slot[:HEADER_BYTES] = self._header
+        return slot[:fill_bytes]
+
+    def prove(self, slot: memoryview, fragment: int) -> None:
+        """As `prove`. The header is made anew and compared; what differs is for `prove` to say."""
+        self._make_header(slot, fragment, HEADER_BYTES + self._geometry.payload_bytes(self._identity.length, fragment))
+        if bytes(slot[:HEADER_BYTES]) != self._header:
+            prove(slot, self._identity, self._geometry, fragment)
+
+    def _make_header(self, slot: memoryview, fragment: int, payload_end: int) -> None:
+        patch_slot_header(
+            self._header,
+            fragment=fragment,
+            payload_bytes=payload_end - HEADER_BYTES,
+            payload_checksum=checksum(slot[HEADER_BYTES:payload_end]),
+        )
 
 
 def holds(slot: memoryview, key: bytes, generation: int, fragment: int) -> bool:

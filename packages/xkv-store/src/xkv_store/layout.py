@@ -140,6 +140,14 @@ def pack_slot_header(into: memoryview, header: SlotHeader) -> None:
     _U64.pack_into(into, _HEADER_SUMMED_BYTES, xxh3_64_intdigest(into[:_HEADER_SUMMED_BYTES]))
 
 
+def patch_slot_header(header: bytearray, *, fragment: int, payload_bytes: int, payload_checksum: int) -> None:
+    """Turn the header of one fragment into that of another fragment of the same object."""
+    _INDEX.pack_into(header, _INDEX_AT, fragment)
+    _PAYLOAD_BYTES.pack_into(header, _PAYLOAD_BYTES_AT, payload_bytes)
+    _U64.pack_into(header, _PAYLOAD_CHECKSUM_AT, payload_checksum)
+    _U64.pack_into(header, _HEADER_SUMMED_BYTES, xxh3_64_intdigest(memoryview(header)[:_HEADER_SUMMED_BYTES]))
+
+
 def parse_slot_header(data: Buffer) -> SlotHeader:
     """The header in the first 1,024 bytes of `data`; its own checksum is verified, the payload's is not."""
     view = memoryview(data)
@@ -181,6 +189,8 @@ def parse_slot_header(data: Buffer) -> SlotHeader:
 
 
 _HEADER_FRONT = struct.Struct("<8sHBBIIIQQQ")
+_INDEX = _PAYLOAD_BYTES = struct.Struct("<I")
+_INDEX_AT, _PAYLOAD_BYTES_AT, _PAYLOAD_CHECKSUM_AT = 12, 20, 40  # in _HEADER_FRONT
 _HEADER_BACK = struct.Struct("<16s64sQI")
 
 
