@@ -9,11 +9,14 @@ Must not know: vLLM.
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,7 +42,7 @@ from xkv_store.client import Attachment, Client
 from xkv_store.geometry import FRAGMENT_BYTES, HEADER_BYTES, SLOT_BYTES, Geometry
 from xkv_store.ring import Ring
 from xkv_store.sockets import socket_for_port
-from xkv_store.testing.processes import PORT, running_gateway
+from xkv_store.testing.processes import PORT
 from xkv_store.wire import Role
 
 GB = 1e9
@@ -259,6 +262,22 @@ def attached(folder: Path, engine: str, ring_bytes: int) -> Client:
     )
 
 
+@contextmanager
+def gateway_process(folder: Path, options: Sequence[str]) -> Iterator[None]:
+    """A gateway as it is started in earnest (the tests' own looks for points at which to stop)."""
+    start = "import sys; from xkv_store import cli; sys.exit(cli.main(sys.argv[1:]))"
+    words = ["gateway", "run", "--json", "--card", str(folder / "card"), "--socket-dir", str(folder / "sockets")]
+    words += ["--port", str(PORT), "--capacity", "6GiB", *options]
+    process = subprocess.Popen([sys.executable, "-c", start, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert "ready" in json.loads(process.stdout.readline())
+        yield
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_S)
+
+
 def blocks_of(first: int, count: int) -> Any:
     return SimpleNamespace(
         block_ids=np.arange(first, first + count, dtype=np.int32), group_sizes=[count], block_indices=[0]
@@ -290,8 +309,7 @@ def whole_jobs(figures: Figures, folder: Path, where: str, options: Sequence[str
     tensors = tensors_for(sizes[0], len(sizes))
     chunks = JOB_BYTES // layout.chunk_bytes
     moved = chunks * layout.chunk_bytes
-    with running_gateway(folder, capacity="6GiB", slot_bytes=SLOT_BYTES, options=options) as gateway:
-        assert gateway.alive
+    with gateway_process(folder, options):
         context = rank_context(attached(folder, "one", 4 << 30), tensors, layout, bpc)
         worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
         left: list[float] = []

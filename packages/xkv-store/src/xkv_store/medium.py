@@ -36,9 +36,7 @@ class Medium:
         for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments, self._slots_at_once())):
             if count == 1:
                 reached("put.mid_write")
-            sealed = [
-                own.seal(slots[fragment], fragment) for fragment in range(piece.fragment, piece.fragment + piece.slots)
-            ]
+            sealed = own.seal(slots[piece.fragment : piece.fragment + piece.slots], piece.fragment)
             self.databases[piece.database].write(piece.slot, sealed)
 
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
@@ -52,9 +50,9 @@ class Medium:
         views = filled(slots, plan.length, self.geometry, first_fragment)
         for piece in pieces(plan.extents, first_fragment, len(slots), self._slots_at_once()):
             begin = piece.fragment - first_fragment
-            self.databases[piece.database].read(piece.slot, views[begin : begin + piece.slots])
-            for fragment in range(piece.fragment, piece.fragment + piece.slots):
-                prove(own, views[fragment - first_fragment], fragment)
+            own_views = views[begin : begin + piece.slots]
+            self.databases[piece.database].read(piece.slot, own_views)
+            prove(own, own_views, piece.fragment)
 
     def _identity(self, plan: ObjectPlan) -> Identity:
         return Identity(self.card_uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)
