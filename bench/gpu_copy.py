@@ -157,7 +157,7 @@ def kernels(figures: Figures, page_bytes: int, name: str, wave_bytes: int) -> No
                 at = (number * objects + index) * bpc
                 part = ChunkPart(0, 0, 0, tuple(chosen[at : at + bpc].tolist()))
                 move = Move(part, layout, (), 0, 0)
-                assert plan.add(make_piece(move, table, first=0, count=fragments, staged=index * fragments))
+                assert plan.add(make_piece(move, table, first=0, fragments=fragments, staged=index * fragments))
             upload, launch = rows.prepare(plan, slot, into_pages=into_pages)
             upload()
             launches.append(launch)

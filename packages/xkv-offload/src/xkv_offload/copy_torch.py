@@ -41,7 +41,7 @@ class TorchRows:
             for page in move.layout.pages:
                 row = self._tensors[page.tensor][block]
                 for span in spans(first_byte=at, length=page.page_bytes, fragment_bytes=fragment_bytes):
-                    if begin <= span.fragment < begin + piece.count:
+                    if begin <= span.fragment < begin + piece.fragments:
                         staged_at = (
                             (piece.staged + span.fragment - begin) * slot.slot_bytes + HEADER_BYTES + span.offset
                         )

@@ -158,7 +158,7 @@ class DeviceMover:
     def _add(self, wave: _Wave, move: Move, table: Table, first: int) -> int:
         """Put slots of a move into a wave, from `first` on; how many. There is room for one in an empty wave."""
         taken = min(len(move.slots) - first, self._fragments - wave.used)
-        while taken and not wave.plan.add(make_piece(move, table, first=first, count=taken, staged=wave.used)):
+        while taken and not wave.plan.add(make_piece(move, table, first=first, fragments=taken, staged=wave.used)):
             taken //= 2
         assert taken or wave.used, "a fragment's rows fit a plan: that was checked"
         wave.used += taken

@@ -129,7 +129,7 @@ def prove(device: Device, rows: RowCopier, *, fragment_bytes: int, page_bytes: i
         device.await_all()
         plan = WavePlan(words_max=division.plan_bytes // WORD_BYTES)
         move = Move(ChunkPart(0, 0, 0, (0,)), layout, (), 0, 0)
-        assert plan.add(make_piece(move, table, first=0, count=1, staged=0))
+        assert plan.add(make_piece(move, table, first=0, fragments=1, staged=0))
         for work in rows.prepare(plan, slot, into_pages=into_pages):
             device.enqueue(stream, work)
         slot.done.record(stream)

@@ -59,14 +59,30 @@ class Loads:
         self._feeding = False
 
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Fetch the objects of `parts` in order, as the load region has room; copy those that are staged already."""
+        """Fetch the objects of `parts` in order, as the load region has room; copy those that are staged already.
+
+        The copy thread does it: vLLM's neither goes through them one by one nor waits for a socket.
+        """
+        begin = partial(self._begin, job, parts, spec, self._context.mover.ready_mark())
+        if not self._queue.push(Priority.LOAD, job.job_id, begin):
+            begin()
+
+    def _begin(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec, mark: object) -> None:
         object_key = self._context.object_key
-        mark = self._context.mover.ready_mark()
+        try:
+            found = [
+                _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part), mark)
+                for part in parts
+            ]
+            staged = [spec.staged[fetch.part.key] if spec.staged else () for fetch in found]
+        except Exception:
+            for part in parts:
+                self._done(job, 0, part.blocks)
+            raise
         fetches = []
-        for part in parts:
-            fetch = _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part), mark)
-            if spec.staged and spec.staged[part.key]:
-                self._copy_staged(fetch, spec.staged[part.key][self._context.object_rank])
+        for fetch, own in zip(found, staged, strict=True):
+            if own:
+                self._copy_staged(fetch, own[self._context.object_rank])
             else:
                 fetches.append(fetch)
         if not fetches:
@@ -74,8 +90,9 @@ class Loads:
         with self._lock:
             self._open[job.job_id] = fetches
             self._waiting.extend(fetches)
-        if not self._queue.push(Priority.LOAD, job.job_id, self._feed):  # vLLM's thread does not wait for a socket
-            self._feed()
+            if job.cancelled:  # it was given up before it began
+                self.give_up([job])
+        self._feed()
 
     def _copy_staged(self, fetch: _Fetch, own: StagedObject) -> None:
         """Copy a verified object out of the ring. The slots are the scheduler's, until the job is over."""

@@ -130,21 +130,21 @@ def unit_bytes(*, layouts: Sequence[ObjectLayout], tensors: Sequence[TensorPlace
 
 
 class Piece(NamedTuple):
-    """Some fragments of a move: `count` from the move's `first`-th slot on, at place `staged` of the staging area."""
+    """Some fragments of a move: so many from the move's `first`-th slot on, at place `staged` of the staging area."""
 
     move: Move
     table: Table
     cut: Cut
     first: int
-    count: int
+    fragments: int
     staged: int
 
 
-def make_piece(move: Move, table: Table, *, first: int, count: int, staged: int) -> Piece:
+def make_piece(move: Move, table: Table, *, first: int, fragments: int, staged: int) -> Piece:
     """The piece, with what it needs of the move's table."""
     part = move.part
-    cut = table.cut(part.first - move.base_sub_block, len(part.blocks), move.first_fragment + first, count)
-    return Piece(move, table, cut, first, count, staged)
+    cut = table.cut(part.first - move.base_sub_block, len(part.blocks), move.first_fragment + first, fragments)
+    return Piece(move, table, cut, first, fragments, staged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def runs(pieces: Sequence[Piece], *, slot_bytes: int, cut_bytes: int) -> list[Ru
         _, _, begin, end = piece.cut
         for first, count, number in _neighbours(piece):
             start = begin if first == 0 else HEADER_BYTES
-            stop = (count - 1) * slot_bytes + (end if first + count == piece.count else slot_bytes)
+            stop = (count - 1) * slot_bytes + (end if first + count == piece.fragments else slot_bytes)
             run = Run((piece.staged + first) * slot_bytes + start, number * slot_bytes + start, stop - start)
             _append(found, run)
     return [part for run in found for part in _cut(run, cut_bytes)]
@@ -240,16 +240,16 @@ def runs(pieces: Sequence[Piece], *, slot_bytes: int, cut_bytes: int) -> list[Ru
 def _neighbours(piece: Piece) -> list[tuple[int, int, int]]:
     """The piece's slots as (first, count, the first one's number) of neighbours in the ring."""
     numbers = _numbers(piece)
-    if numbers == list(range(numbers[0], numbers[0] + piece.count)):
-        return [(0, piece.count, numbers[0])]
-    edges = [0, *(at for at in range(1, piece.count) if numbers[at] != numbers[at - 1] + 1), piece.count]
+    if numbers == list(range(numbers[0], numbers[0] + piece.fragments)):
+        return [(0, piece.fragments, numbers[0])]
+    edges = [0, *(at for at in range(1, piece.fragments) if numbers[at] != numbers[at - 1] + 1), piece.fragments]
     return [(first, end - first, numbers[first]) for first, end in pairwise(edges)]
 
 
 def _numbers(piece: Piece) -> list[int]:
     slots = piece.move.slots
     assert isinstance(slots, RingSlots), "slots that a device copies are a ring's"
-    return list(slots.numbers[piece.first : piece.first + piece.count])
+    return list(slots.numbers[piece.first : piece.first + piece.fragments])
 
 
 def _append(found: list[Run], run: Run) -> None:

@@ -9,7 +9,7 @@ Must not know: how bytes are ordered in an object (layout), how blocks map to ch
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,7 @@ class XkvWorker:
         """Begin to load; done or failed within the load's deadline. `expedited` jobs are waited for by vLLM."""
         blocks = _integers(dst_spec.block_ids)
         try:
-            parts = self._load_parts(src_spec, dst_spec)
+            parts = self._load_parts(src_spec, blocks, dst_spec)
             job = self._begin(job_id, is_store=False, objects=len(parts), req_id=src_spec.req_id)
             job.deadline = time.monotonic() + self._context.load_timeout_s
             job.expedited = expedited
@@ -161,10 +161,10 @@ class XkvWorker:
         count("partial_chunks", len(plan.left_out))
         return tuple(part for part in plan.parts if context.layouts[part.group].block_bytes)
 
-    def _load_parts(self, spec: XkvTransferSpec, dst_spec: Any) -> tuple[ChunkPart, ...]:
+    def _load_parts(self, spec: XkvTransferSpec, blocks: Sequence[int], dst_spec: Any) -> tuple[ChunkPart, ...]:
         return plan_load(
             key_groups=self._context.key_groups(spec.keys),
-            block_ids=_integers(dst_spec.block_ids),
+            block_ids=blocks,
             group_sizes=_integers(dst_spec.group_sizes),
             block_indices=_integers(dst_spec.block_indices),
             blocks_per_chunk=self._context.blocks_per_chunk,
