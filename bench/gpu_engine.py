@@ -78,7 +78,7 @@ def offloading(name: str, folder: Path) -> dict[str, Any] | None:
         "xkv.socket_dir": str(folder / "sockets"),
         "xkv.capacity_bytes": 28 * GIB,
         "xkv.databases": 8,
-        "xkv.io_threads": 8,
+        "xkv.io_threads": 12,
         "xkv.ring_bytes": 6 * GIB,
         "xkv.load_reserve_bytes": 2 * GIB,
         "xkv.store_backlog_bytes": 4 * GIB,
