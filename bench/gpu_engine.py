@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
-        "n_routed_experts": None,
+        "n_routed_experts": 64,  # none of the layers has them
         "first_k_dense_replace": 27,
         "vocab_size": 102400,
         "max_position_embeddings": 131072,
@@ -172,20 +172,21 @@ def restores(llm: Any, name: str, lengths: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-def decode(llm: Any) -> dict[str, float]:
-    """Steps of 8 requests that decode, while a prompt of 8,000 tokens comes every 40 steps."""
+def decode(llm: Any, *, prompts: bool) -> dict[str, float]:
+    """Steps of 8 requests that decode; with `prompts`, while one of 8,000 tokens comes every 40 steps."""
     from vllm import SamplingParams  # noqa: PLC0415 - as above
 
     engine = llm.llm_engine
     long = SamplingParams(temperature=0, max_tokens=400, detokenize=False, ignore_eos=True)
     short = SamplingParams(temperature=0, max_tokens=1, detokenize=False, ignore_eos=True)
     for number in range(8):
-        engine.add_request(f"decode-{number}", {"prompt_token_ids": prompt(1_000, 100 + number)}, long)
+        name = f"decode-{prompts}-{number}"
+        engine.add_request(name, {"prompt_token_ids": prompt(1_000, 100 + number + 50 * prompts)}, long)
     for _ in range(20):
         engine.step()
     taken = []
     for step in range(320):
-        if step % 40 == 0:
+        if prompts and step % 40 == 0:
             engine.add_request(f"prompt-{step}", {"prompt_token_ids": prompt(8_000, 200 + step)}, short)
         began = time.perf_counter()
         engine.step()
@@ -207,7 +208,8 @@ def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict
     llm = make_engine(name, folder, shape)
     result: dict[str, Any] = {"start_s": time.perf_counter() - began, "lengths": restores(llm, name, lengths)}
     if shape == "8b":
-        result["decode"] = decode(llm)
+        result["decode_alone"] = decode(llm, prompts=False)
+        result["decode_beside_prompts"] = decode(llm, prompts=True)
     for kind, times in submits.items():
         if times:
             result[f"{kind}_us"] = {
@@ -248,7 +250,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
             lines.append(f"{name}: FAILED\n{result['failed']}")
             continue
         for length, one in result["lengths"].items():
-            text = f"{name:<8} {length:>7} tokens  cold {one['cold_s']:.3f}  GPU hit {one['hit_s']:.3f}"
+            text = f"{name:<13} {length:>6} tokens  cold {one['cold_s']:.3f}  GPU hit {one['hit_s']:.3f}"
             if "restored_s" in one:
                 text += (
                     f"  restored {one['restored_s']:.3f} {one['restored_all_s']} ({one['restored_cached']} tokens,"
@@ -256,7 +258,7 @@ def table(results: dict[str, dict[str, Any]]) -> list[str]:
                 )
             lines.append(text)
         rest = {key: value for key, value in result.items() if key != "lengths"}
-        lines.append(f"{name:<8} {json.dumps(rest)}")
+        lines.append(f"{name:<13} {json.dumps(rest)}")
     return lines
 
 
@@ -265,7 +267,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--engines", default="none-8b,cpu-8b,xkv-8b,cpu-mla,xkv-mla")
+    parser.add_argument("--engines", default="none-8b,cpu-8b,xkv-8b,none-8b,cpu-mla,xkv-mla")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--phase", nargs=3)
     options = parser.parse_args()
@@ -278,8 +280,9 @@ def main() -> None:
     for engine in options.engines.split(","):
         name, shape = engine.split("-")
         folder = options.folder / engine
-        results[engine] = run_child(folder, name, shape, tuple(int(one) for one in options.lengths.split(",")))
-        print("\n".join(table({engine: results[engine]})), flush=True)
+        key = f"{engine} again" if engine in results else engine
+        results[key] = run_child(folder, name, shape, tuple(int(one) for one in options.lengths.split(",")))
+        print("\n".join(table({key: results[key]})), flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))
         shutil.rmtree(folder, ignore_errors=True)

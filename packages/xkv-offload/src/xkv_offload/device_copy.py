@@ -137,13 +137,14 @@ class DeviceMover:
         if os.getpid() != self._pid:
             end(RuntimeError("copies were set up in another process: CUDA does not survive a fork"))
             return
-        copy = _Copy(end, len(move.slots))
+        total = len(move.slots)
+        copy = _Copy(end, total)
         first = 0
         try:
             table = self._table(move.layout, move.base_sub_block)
-            while first < len(move.slots):
+            while first < total:
                 wave = self._open_wave(direction)
-                taken = self._add(wave, move, table, first)
+                taken = self._add(wave, move, table, range(first, total))
                 first += taken
                 if taken:
                     wave.copies.append((copy, taken))
@@ -153,11 +154,12 @@ class DeviceMover:
                     self._launch(direction)
         except Exception as error:  # noqa: BLE001 - it is told to the copy's owner, who counts and logs it
             copy.error = error
-            _have_ended(copy, len(move.slots) - first)
+            _have_ended(copy, total - first)
 
-    def _add(self, wave: _Wave, move: Move, table: Table, first: int) -> int:
-        """Put slots of a move into a wave, from `first` on; how many. There is room for one in an empty wave."""
-        taken = min(len(move.slots) - first, self._fragments - wave.used)
+    def _add(self, wave: _Wave, move: Move, table: Table, slots: range) -> int:
+        """Put the first of these slots of a move into a wave; how many. There is room for one in an empty wave."""
+        first = slots.start
+        taken = min(len(slots), self._fragments - wave.used)
         while taken and not wave.plan.add(make_piece(move, table, first=first, fragments=taken, staged=wave.used)):
             taken //= 2
         assert taken or wave.used, "a fragment's rows fit a plan: that was checked"
