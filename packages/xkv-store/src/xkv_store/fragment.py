@@ -15,10 +15,10 @@ from .layout import (
     BadBytesError,
     Extent,
     SlotHeader,
+    SlotHeaders,
     checksum,
     pack_slot_header,
     parse_slot_header,
-    patch_slot_header,
 )
 
 
@@ -128,7 +128,6 @@ class ObjectSlots:
     def __init__(self, identity: Identity, geometry: Geometry) -> None:
         self._identity = identity
         self._geometry = geometry
-        self._header = bytearray(HEADER_BYTES)
         header = SlotHeader(
             identity.key,
             0,
@@ -141,7 +140,7 @@ class ObjectSlots:
             identity.family,
             identity.position,
         )
-        pack_slot_header(memoryview(self._header), header)
+        self._made = SlotHeaders(header)
 
     def seal(self, slots: Sequence[memoryview], first_fragment: int) -> list[memoryview]:
         """As `seal`, for neighbouring fragments from `first_fragment` on."""
@@ -173,13 +172,11 @@ class ObjectSlots:
         """The headers that these slots' payloads must have."""
         payloads = [slot[HEADER_BYTES:end] for slot, end in zip(slots, ends, strict=True)]
         sums = [checksum(payload) for payload in payloads]  # nothing else: here the interpreter is taken and let go
-        headers = []
-        for fragment, (payload, payload_checksum) in enumerate(zip(payloads, sums, strict=True), first_fragment):
-            patch_slot_header(
-                self._header, fragment=fragment, payload_bytes=len(payload), payload_checksum=payload_checksum
-            )
-            headers.append(bytes(self._header))
-        return headers
+        of = self._made.of
+        return [
+            of(fragment, len(payload), payload_checksum)
+            for fragment, (payload, payload_checksum) in enumerate(zip(payloads, sums, strict=True), first_fragment)
+        ]
 
 
 def holds(slot: memoryview, key: bytes, generation: int, fragment: int) -> bool:
@@ -198,7 +195,10 @@ def erase(slot: memoryview) -> None:
 
 def filled(slots: Sequence[memoryview], length: int, geometry: Geometry, first_fragment: int) -> list[memoryview]:
     """Each slot as far as its fragment of an object of `length` bytes fills it."""
-    return [slot[: geometry.slot_fill_bytes(length, fragment)] for fragment, slot in enumerate(slots, first_fragment)]
+    end = first_fragment + len(slots)
+    full = max(0, min(end, geometry.fragments(length) - 1) - first_fragment)  # all but an object's last are
+    rest = enumerate(slots[full:], first_fragment + full)
+    return [*slots[:full], *(slot[: geometry.slot_fill_bytes(length, fragment)] for fragment, slot in rest)]
 
 
 _PROVED = (

@@ -140,12 +140,30 @@ def pack_slot_header(into: memoryview, header: SlotHeader) -> None:
     _U64.pack_into(into, _HEADER_SUMMED_BYTES, xxh3_64_intdigest(into[:_HEADER_SUMMED_BYTES]))
 
 
-def patch_slot_header(header: bytearray, *, fragment: int, payload_bytes: int, payload_checksum: int) -> None:
-    """Turn the header of one fragment into that of another fragment of the same object."""
-    _INDEX.pack_into(header, _INDEX_AT, fragment)
-    _PAYLOAD_BYTES.pack_into(header, _PAYLOAD_BYTES_AT, payload_bytes)
-    _U64.pack_into(header, _PAYLOAD_CHECKSUM_AT, payload_checksum)
-    _U64.pack_into(header, _HEADER_SUMMED_BYTES, xxh3_64_intdigest(memoryview(header)[:_HEADER_SUMMED_BYTES]))
+class SlotHeaders:
+    """The headers of one object's slots: all but a few bytes of them are alike. For one thread."""
+
+    def __init__(self, first: SlotHeader) -> None:
+        """`first`: any of them."""
+        self._count, self._generation, self._length = first.fragments, first.generation, first.length
+        self._bytes = bytearray(HEADER_BYTES)
+        self._summed = memoryview(self._bytes)[:_HEADER_SUMMED_BYTES]
+        pack_slot_header(memoryview(self._bytes), first)
+
+    def of(self, fragment: int, payload_bytes: int, payload_checksum: int) -> bytes:
+        """The whole header of one fragment."""
+        _HEADER_NUMBERS.pack_into(
+            self._bytes,
+            _HEADER_NUMBERS_AT,
+            fragment,
+            self._count,
+            payload_bytes,
+            self._generation,
+            self._length,
+            payload_checksum,
+        )
+        _U64.pack_into(self._bytes, _HEADER_SUMMED_BYTES, xxh3_64_intdigest(self._summed))
+        return bytes(self._bytes)
 
 
 def parse_slot_header(data: Buffer) -> SlotHeader:
@@ -189,8 +207,8 @@ def parse_slot_header(data: Buffer) -> SlotHeader:
 
 
 _HEADER_FRONT = struct.Struct("<8sHBBIIIQQQ")
-_INDEX = _PAYLOAD_BYTES = struct.Struct("<I")
-_INDEX_AT, _PAYLOAD_BYTES_AT, _PAYLOAD_CHECKSUM_AT = 12, 20, 40  # in _HEADER_FRONT
+_HEADER_NUMBERS = struct.Struct("<IIIQQQ")  # the end of _HEADER_FRONT
+_HEADER_NUMBERS_AT = _HEADER_FRONT.size - _HEADER_NUMBERS.size
 _HEADER_BACK = struct.Struct("<16s64sQI")
 
 
