@@ -357,6 +357,17 @@ def test_a_wave_that_cannot_be_queued_fails_its_moves_and_no_others(wave: int) -
     assert failed == {1: {0}, 2: {0, 1}, 3: {1, 2}}[wave]
 
 
+def test_an_open_wave_does_not_wait_for_the_end_of_the_other_direction() -> None:
+    rig = make_rig("torch", pages=[[64]])
+    ends: list[Exception | None] = []
+    move = Move(ChunkPart(0, 0, 0, (1, 2, 3)), rig.layouts[0], RingSlots(rig.ring, [0]), 0, 0)
+    rig.mover.start_gather(move, rig.mover.ready_mark(), ends.append)
+    for number in range(1, 200):  # loads that come without end
+        other = Move(ChunkPart(0, 0, 0, (4, 5, 6)), rig.layouts[0], RingSlots(rig.ring, [number % 9 + 1]), 0, 0)
+        rig.mover.start_scatter(other, rig.mover.ready_mark(), lambda _: None)
+    assert ends == [None]
+
+
 def test_offsets_beyond_four_gigabytes(interpreted: ModuleType) -> None:
     stride = (1 << 32) // 4 + 64
     memory = torch.empty(6 * stride, dtype=torch.int8)  # touched only where the pages lie

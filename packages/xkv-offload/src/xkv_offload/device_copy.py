@@ -109,10 +109,12 @@ class DeviceMover:
 
     def start_gather(self, move: Move, mark: object, end: End) -> None:
         """See Mover."""
+        self._launch(self._loads)
         self._start(self._stores, move, mark, end)
 
     def start_scatter(self, move: Move, mark: object, end: End) -> None:
         """See Mover."""
+        self._launch(self._stores)  # somebody may wait for it, and loads may come for long
         self._start(self._loads, move, mark, end)
 
     def advance(self) -> bool:
