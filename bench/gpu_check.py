@@ -20,6 +20,7 @@ import torch
 from xkv_offload.copy import HostMover, Move, Mover, RingSlots, make_mover
 from xkv_offload.copy_torch import TorchRows
 from xkv_offload.copy_triton import TritonRows
+from xkv_offload.cuda import CudaDevice
 from xkv_offload.device_copy import DeviceMover
 from xkv_offload.failures import FailureLog, Plan
 from xkv_offload.layout import ObjectLayout, Page, fragment_range
@@ -138,6 +139,38 @@ def check_scatter(sizes: list[int], padding: int, *, layout: ObjectLayout, ring:
         assert (got.cpu().numpy().view(np.uint8) == wanted).all(), "scatter differs from the host path"
 
 
+def check_refusal() -> None:
+    """A ring that CUDA does not register: a warning, no error left behind, and the bytes arrive all the same."""
+    sizes, bpc = [65_536] * 4, 4
+    layout = ObjectLayout(bpc, tuple(Page(number, size) for number, size in enumerate(sizes)))
+    source = tensors_of(sizes, 0, poisoned=False)
+    count = len(fragment_range(first_byte=0, length=layout.chunk_bytes, fragment_bytes=FRAGMENT_BYTES))
+    ring = np.full((count, SLOT_BYTES), 0xA5, np.uint8)
+    first = CudaDevice(source[0].device)
+    first.register([ring])
+    for name in ("is registered already", "is not registered"):
+        mover = mover_for(source, layout, "triton")
+        mover.use_ring(ring, [range(count)])
+        if name == "is not registered":
+            mover.close()
+        target = tensors_of(sizes, 0, poisoned=True)
+        copy_all(
+            mover, [Move(ChunkPart(0, 0, 0, (5, 6, 7, 8)), layout, RingSlots(ring, range(count)), 0, 0)], gather=True
+        )
+        into = mover_for(target, layout, "triton")
+        assert isinstance(into, DeviceMover)
+        into._ring = first.host_bytes(ring)  # noqa: SLF001 - it is not to be registered
+        copy_all(
+            into, [Move(ChunkPart(0, 0, 0, (1, 2, 3, 4)), layout, RingSlots(ring, range(count)), 0, 0)], gather=False
+        )
+        for got, wanted in zip(target, source, strict=True):
+            assert torch.equal(got[1:5], wanted[5:9]), name
+            assert (got[5:] == POISON).all(), name
+        print(f"same bytes: a ring that {name}")
+        ring[:] = 0xA5
+        first.unregister()
+
+
 def check_jobs(folder: Path) -> dict[str, float]:
     """Store 64 chunks of the 8B shape through a gateway and load them into poisoned tensors."""
     sizes, padding, bpc = CASES["llama 8B, 16 tokens a block"]
@@ -227,6 +260,7 @@ def main() -> None:
         for kernel in ("triton", "torch"):
             check_mover(sizes, padding, bpc, kernel)
             print(f"same bytes: {name} ({kernel})")
+    check_refusal()
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
         figures = check_jobs(Path(folder))
     print(json.dumps({"device": torch.cuda.get_device_name(), **{k: round(v, 3) for k, v in figures.items()}}))

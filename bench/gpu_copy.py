@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_check import CASES, STAGING_BYTES, check_mover, rank_context
+from gpu_check import CASES, STAGING_BYTES, check_mover, check_refusal, rank_context
 from xkv_offload.copy import Move, Mover, RingSlots, make_mover
 from xkv_offload.copy_triton import TritonRows
 from xkv_offload.cuda import CudaDevice
@@ -428,6 +428,7 @@ def check_bytes() -> None:
     for sizes, padding, bpc in CASES.values():
         for kernel in ("triton", "torch"):
             check_mover(sizes, padding, bpc, kernel)
+    check_refusal()
     print(f"same bytes: {', '.join(CASES)} ({time.monotonic() - began:.0f} s)", flush=True)
 
 

@@ -68,10 +68,10 @@ class CudaDevice:
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             for part in parts:
-                status = runtime.cudaHostRegister(part.ctypes.data, part.nbytes, 0)
-                if int(status) != 0:
+                status = int(runtime.cudaHostRegister(part.ctypes.data, part.nbytes, 0))
+                if status != 0:
                     logger.warning(
-                        "xkv: CUDA does not register the ring (%s after %d of %d bytes): copies go through the "
+                        "xkv: CUDA does not register the ring (error %d after %d of %d bytes): copies go through the "
                         "driver's own buffers, several times slower; is locked memory limited (ulimit -l)?",
                         status,
                         sum(one.nbytes for one in self._registered),
