@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # nox may have been st
 sys.path.insert(1, str(Path(__file__).resolve().parent / "matrix"))
 
 from development import environments
-from development.environments import MATRIX_ENV, Engine, dev, engine_env, of_target
+from development.environments import DOCUMENTS_ENV, MATRIX_ENV, Engine, dev, engine_env, of_target
 from development.places import GATE, PACKAGES, RESULTS, ROOT, STATE, targets, there, title
 from development.results import Result, check, environ, must_be_there, pytest, ready, recorded, sources
 from xkv_matrix.outcomes import Outcome, read_outcome
@@ -196,7 +196,8 @@ def faults(session: nox.Session) -> None:
                 if target is SUPPORTED[-1]:
                     _campaign(session, result, target, f"--seconds={CAMPAIGN_S}", "--canary")
         return
-    parser = argparse.ArgumentParser(prog="nox -s faults --", allow_abbrev=False)
+    others = "and, for the campaign: --seconds N (60) --seed S (0) --canary --json"
+    parser = argparse.ArgumentParser(prog="nox -s faults --", allow_abbrev=False, epilog=others)
     parser.add_argument("--target", metavar="RELEASE", help="which release (the newest supported)")
     options, rest = parser.parse_known_args(session.posargs)
     target = _target(session, options.target)
@@ -358,10 +359,36 @@ def candidate(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def package(session: nox.Session) -> None:
+    """Wheels and sdists of the three packages into dist/: built twice, judged, installed alone and together."""
+    with recorded(session, "package") as result:
+        python, dist = dev(session), str(ROOT / "dist")
+        check(session, result, python, "-m", "development.distributions", dist, env=MATRIX_ENV, quoted=True)
+        if not result.counts.get("failed"):  # else there may be nothing to install
+            command = (python, "-m", "development.installs", dist, "--uv", environments.uv(session))
+            check(session, result, *command, env=MATRIX_ENV, quoted=True)
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """The pages as a site in .xkv/site/, without the network; warnings are errors, links are checked."""
+    with recorded(session, "docs") as result:
+        command = (environments.documents(session), "-m", "development.site", "--into", str(STATE / "site"))
+        check(session, result, *command, env=DOCUMENTS_ENV, quoted=True)
+
+
+@nox.session(default=False)
+def changelog(session: nox.Session) -> None:
+    """What the next release's entry will say; `-- VERSION` makes the entry and sets that version everywhere."""
+    command = (environments.documents(session), "-m", "development.changelog", *session.posargs)
+    _end(subprocess.run(command, env=environ(DOCUMENTS_ENV), cwd=ROOT, check=False).returncode)
+
+
+@nox.session(default=False)
 def lock(session: nox.Session) -> None:
     """Compile the hashed requirement files again (needs the network); `-- --upgrade` takes newer versions."""
     uv = environments.uv(session)
-    inputs = [ROOT / "requirements" / "tools.in", ROOT / "requirements" / "dev.in"]
+    inputs = [ROOT / "requirements" / f"{name}.in" for name in ("tools", "run", "dev", "documents")]
     for source in (*inputs, *sorted((ROOT / "matrix" / "requirements").glob("*.in"))):
         compiled = source.with_suffix(".txt")
         session.run(

@@ -28,9 +28,23 @@ if TYPE_CHECKING:
 
     from xkv_matrix.targets import Target
 
-__all__ = ["MATRIX_ENV", "Engine", "dev", "engine_env", "environment", "lock_env", "of_target", "over", "uv"]
+__all__ = [
+    "DOCUMENTS_ENV",
+    "MATRIX_ENV",
+    "Engine",
+    "dev",
+    "documents",
+    "engine_env",
+    "environment",
+    "lock_env",
+    "of_target",
+    "over",
+    "uv",
+]
 
 MATRIX_ENV = {"PYTHONPATH": str(ROOT / "matrix")}  # the matrix is no package: it runs from the tree
+# Where nothing of ours is installed, the matrix reads compat from the tree as well.
+DOCUMENTS_ENV = {"PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("matrix", "compat/src"))}
 ENVIRONMENTS = STATE / "envs"
 LARGE_IMPORT = "vllm.entrypoints.llm"  # nearly everything that an engine imports
 FIRST_IMPORT_S_MAX = 900  # half a minute on a quiet machine
@@ -168,6 +182,11 @@ def over(session: nox.Session, name: str, python: str, *folders: Path) -> str:
 def dev(session: nox.Session) -> str:
     """Give the python of the environment that holds neither torch nor vLLM."""
     return environment(session, "dev", ROOT / "requirements" / "dev.txt")
+
+
+def documents(session: nox.Session) -> str:
+    """Give the python of the environment that builds the site and the changelog, with nothing of ours installed."""
+    return environment(session, "documents", ROOT / "requirements" / "documents.txt", ours=())
 
 
 def of_target(session: nox.Session, target: Target) -> str:

@@ -170,6 +170,25 @@ def test_no_version_is_compared_in_the_product() -> None:
     assert wrong == []
 
 
+# What these read may run any code: nothing of ours takes objects from a file, a socket or shared memory that way.
+# (vLLM pickles what it sends to its own workers: that is its own.) Tests' gateways are processes of multiprocessing.
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "dbm"}
+LOADERS = {("numpy", "load"), ("np", "load"), ("torch", "load")}
+
+
+def test_nothing_is_unpickled() -> None:
+    wrong = []
+    for module in (*_product(), *_modules(MATRIX)):
+        is_for_tests = "testing" in module.path.parent.relative_to(ROOT).parts
+        forbidden = UNPICKLERS if is_for_tests else UNPICKLERS | {"multiprocessing"}
+        wrong += [f"{module.at(at)}: {name}" for name, at in _imports(module) if name.split(".")[0] in forbidden]
+        for node in ast.walk(module.tree):
+            match node:
+                case ast.Attribute(ast.Name(owner), name) if (owner, name) in LOADERS:
+                    wrong.append(f"{module.at(node)}: {owner}.{name}")
+    assert wrong == []
+
+
 # --- imports ----------------------------------------------------------------------------------------------
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from harness import ledger
-from harness.pipeline import Pipeline, PipelinedEngine
+from harness.pipeline import WAYS, PipelinedEngine
 from harness.resets import outlives_its_reset
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
@@ -27,13 +27,6 @@ ONE = Shape(groups=(mla(layers=2),), blocks=64, blocks_per_chunk=2)
 TWO = Shape(groups=(full(), sliding(window=40)), blocks=96, blocks_per_chunk=2, shared=True)
 RANKS = Shape(groups=(full(layers=1),), blocks=64, blocks_per_chunk=2, ranks=2)
 
-WAYS: dict[str, dict[str, Any]] = {
-    # vLLM's own scheduler for this, which counts on tokens that it does not know yet
-    "async, begun at once": {"async_scheduling": True, "pipeline": Pipeline()},
-    "async, begun late": {"async_scheduling": True, "pipeline": Pipeline(late=True)},
-    # the plain scheduler with a queue of batches, as pipeline stages have it
-    "queue of two, begun late": {"pipeline": Pipeline(late=True)},
-}
 every_way = pytest.mark.parametrize("way", WAYS)
 
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness import release
+from harness.failing import BLOCKS, TOKENS, damage, serve_again
 from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
-from harness.story import Story, prompt
+from harness.story import prompt
 from xkv_compat.features import detect_live
 from xkv_store.geometry import SLOT_BYTES
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("harness.fixtures",)
 
-BLOCKS = 20
-TOKENS = prompt(tokens=16 * BLOCKS + 3, seed=1)
-
 
 def stored(rig: Rig, shape: Shape, *, policy: str = "recompute") -> Engine:
     """An engine in its second launch, with the prompt on the card."""
@@ -34,19 +32,6 @@ def stored(rig: Rig, shape: Shape, *, policy: str = "recompute") -> Engine:
     objects = sum(map(len, offered(shape, len(TOKENS))))
     rig.gateway.await_objects(objects * (1 if shape.identical_ranks else shape.ranks))
     return rig.relaunch(first, policy=policy)
-
-
-def damage(rig: Rig, shape: Shape, block: int, *, rank: int = 0) -> None:
-    """Change a byte of what the card holds of one block's second layer."""
-    group = shape.groups[0]
-    layer = group.layers[1]
-    first = block * group.block_tokens
-    content = Story(TOKENS).rows(
-        layer=layer, rank=rank, start=first, end=first + group.block_tokens, row_bytes=group.row_bytes
-    )
-    # Within one slot's payload, wherever the object's fragments are cut.
-    pieces = [content.reshape(-1)[at : at + 4096] for at in range(0, content.size, 4096)]
-    assert sum(rig.gateway.damage(piece) for piece in pieces[:1]) == 1
 
 
 def loads_around(shape: Shape, before: int) -> list[tuple[int, ...]]:
@@ -68,14 +53,6 @@ def is_mended_at_once(shape: Shape) -> bool:
 def after(shape: Shape, before: int) -> list[tuple[int, ...]]:
     """What the next request loads."""
     return [tuple(range(BLOCKS if is_mended_at_once(shape) else before))]
-
-
-def serve_again(engine: Engine, name: str) -> list[tuple[int, ...]]:
-    engine.await_stores()
-    engine.forget()
-    request = engine.serve(name, TOKENS, output_tokens=2)
-    assert request.finish_reason == "length"
-    return request.loaded()
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 2])

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from harness import ledger, release
+from harness.failing import BLOCKS, TOKENS, damage, serve_again
 from harness.offered import offered
+from harness.pipeline import WAYS
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
-from test_harness_async import WAYS
-from test_harness_failures import BLOCKS, TOKENS, damage, serve_again
 
 if TYPE_CHECKING:
     from harness.engine import Engine, Request

@@ -16,6 +16,7 @@ import pytest
 from stand.cases import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
+    RETURN_S_MAX,
     assert_canary,
     assert_restored,
     generate,
@@ -39,13 +40,14 @@ if TYPE_CHECKING:
     from stand.engines import Engine, EngineConfig
 
 pytest_plugins = ("stand.fixtures",)
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
 
 RANKS = 2
 PARALLEL = {"tensor_parallel_size": RANKS}
 BLOCKS_PER_CHUNK = 2
 CHUNKS = PROMPT_TOKENS // (32 * BLOCKS_PER_CHUNK)
 OWN_CONNECTOR = ("XkvOffloadingConnector", "xkv_offload.connector")
+FREED_S_MAX = 1.0  # the promise
 DAMAGED = 9  # the chunk of which one rank's object is damaged: what comes before it stays a prefix
 
 
@@ -122,6 +124,7 @@ def test_two_ranks(stand: Stand, tmp_path: Path) -> None:
             assert restored.cached_tokens == [CHUNKS * 64]
             assert_canary(second, asked, expected)
             _the_gateway_is_killed(second, gateway, asked, expected)
+            _the_engine_is_killed(second, gateway)
 
 
 def _one_ranks_object_is_damaged(engine: Engine, card: Path, asked: list[list[int]], expected: list[list[int]]) -> None:
@@ -154,3 +157,23 @@ def _the_gateway_is_killed(engine: Engine, gateway: Gateway, asked: list[list[in
     assert bool(answer.counters.product["load_failures"]) == hears_of_failed_loads()
     gateway.start()
     restore_after_return(engine, asked, expected)
+
+
+def _the_engine_is_killed(engine: Engine, gateway: Gateway) -> None:
+    """While its ranks store; they end with it, and a second after their last write nothing of it is left."""
+    end = time.monotonic() + RETURN_S_MAX
+    while sum(one["role"] in {"scheduler", "rank"} for one in gateway.status()["sessions"]) < 1 + RANKS:
+        assert time.monotonic() < end, "a rank has not come back to the gateway"
+        time.sleep(0.01)  # what was verified before needs no rank to be there; stores do
+    gateway.hold("put.before_write")
+    engine.begin_generate(prompts(LLAMA, 2), max_tokens=OUTPUT_TOKENS)
+    gateway.await_point("put.before_write")
+    engine.kill()
+    for pid in engine.description["ranks"]:
+        await_end(pid, STOP_S_MAX)
+    assert gateway.status()["engines"] == 1, "its writes have not ended"
+    gateway.let_go("put.before_write")
+    end = time.monotonic() + FREED_S_MAX
+    while gateway.status()["engines"]:
+        assert time.monotonic() < end, gateway.status()["sessions"]
+        time.sleep(0.01)

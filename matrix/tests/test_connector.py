@@ -53,6 +53,7 @@ def test_every_use_is_found(make_tree: Make, release: dict[str, str]) -> None:
     [
         ("m: OffloadingManager = other\n    m.lookup(1, 2)", "manager call lookup(_, _)"),
         ("for m in listed:\n        m.lookup(1, 2)", "manager call lookup(_, _)"),
+        ("m, n = pair\n    n.lookup(1, 2)", "manager call lookup(_, _)"),
         ("for _, m in enumerate(listed):\n        m.lookup(1, 2)", "manager call lookup(_, _)"),
         ("[m.lookup(1, 2) for m, _ in zip(listed, listed)]", "manager call lookup(_, _)"),
         ("mapped['a'].lookup(1, 2)", "manager call lookup(_, _)"),
@@ -68,10 +69,14 @@ def test_forms_of_a_receiver(make_tree: Make, release: dict[str, str], text: str
     release["distributed/kv_transfer/kv_connector/v1/offloading/events.py"] = f"""
 from vllm.v1.kv_offload.base import OffloadingManager
 
+Pair = tuple[OffloadingManager, OffloadingManager]
+Looped = list[Looped]
+
 def made() -> OffloadingManager: ...
 
 def function(
-    listed: list[OffloadingManager], mapped: dict[str, OffloadingManager], maybe: "OffloadingManager | None", other
+    listed: list[OffloadingManager], mapped: dict[str, OffloadingManager], maybe: "OffloadingManager | None", other,
+    pair: Pair,
 ):
     {text}
 """

@@ -45,12 +45,15 @@ class Classes:
     def __init__(self, modules: Mapping[str, ast.Module]) -> None:
         self.nodes: dict[str, ast.ClassDef] = {}
         self._functions: dict[str, _Function] = {}
+        self._aliases: dict[str, ast.expr] = {}
         for tree in modules.values():
             for node in tree.body:
                 if isinstance(node, ast.ClassDef):
                     self.nodes[node.name] = node
                 elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     self._functions[node.name] = node
+                elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp):
+                    self._aliases |= {target.id: node.value for target in node.targets if isinstance(target, ast.Name)}
         self._members: dict[tuple[str, str], Seen | None] = {}
 
     def annotation(self, node: ast.expr | None) -> Seen | None:  # noqa: C901, PLR0911 - one case for each form
@@ -62,7 +65,7 @@ class Classes:
                 return None
             return self.annotation(ast.parse(node.value, mode="eval").body)
         if isinstance(node, ast.Name):
-            return Seen(node.id) if node.id in self.nodes else None
+            return Seen(node.id) if node.id in self.nodes else self._alias(node.id)
         if isinstance(node, ast.Attribute):
             return Seen(node.attr) if node.attr in self.nodes else None
         if isinstance(node, ast.BinOp):
@@ -74,16 +77,26 @@ class Classes:
         if outer in _MAPS:
             found = self.annotation(inner[-1])
             return None if found is None else replace(found, many=True, is_map=True)
+        first = ast.dump(inner[0])
         found = next((seen for part in inner if (seen := self.annotation(part)) is not None), None)
         if found is None:
             return None
         if outer == "type":
             return replace(found, is_class=True)
-        if outer == "tuple" and len(inner) > 1 and not isinstance(inner[-1], ast.Constant):
+        if outer == "tuple" and any(not isinstance(part, ast.Constant) and ast.dump(part) != first for part in inner):
             return None  # a tuple of different things: its elements are not followed
         if outer in _MANY:
             return None if found.many else replace(found, many=True)
         return found if outer in _PASS else None
+
+    def _alias(self, name: str) -> Seen | None:
+        """What a name stands for that a module gives to an annotation."""
+        meant = self._aliases.pop(name, None)  # away meanwhile: an alias may name itself
+        if meant is None:
+            return None
+        found = self.annotation(meant)
+        self._aliases[name] = meant
+        return found
 
     def returns(self, function: str) -> Seen | None:
         """What a top-level function returns."""
@@ -220,6 +233,9 @@ class Scope:
     def _name(self, target: ast.expr, seen: Seen | None) -> None:
         if isinstance(target, ast.Name) and seen is not None:
             self.names.setdefault(target.id, seen)
+        elif isinstance(target, ast.Tuple) and seen is not None and seen.many and not seen.is_map:
+            for part in target.elts:
+                self._name(part, replace(seen, many=False))
 
     def _each(self, target: ast.expr, source: ast.expr) -> None:
         """Bind what a loop gives its target, one element at a time; pairs of ``items`` and ``enumerate`` too."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from campaign.run import Campaign, Options
-from stand.cases import Stand
+from stand.cases import Stand, target
 from stand.engines import EngineServer
+from xkv_matrix.findings import MatrixError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +46,13 @@ def _seconds(text: str) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a campaign; 0 if it passed."""
+    """Run a campaign; 0 if it passed, 1 if not, 2 where there is nothing to run it on."""
     options, quiet = _options(arguments)
+    try:
+        target()
+    except (AssertionError, MatrixError) as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
     folder = Path(tempfile.mkdtemp(prefix="xkv-campaign-"))
     log = folder / "campaign.log"
     voice = os.fdopen(os.dup(2), "w", buffering=1)
@@ -54,6 +61,7 @@ def main(arguments: list[str]) -> int:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 2)
     os.close(descriptor)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all is tidied up
     began = time.monotonic()
 
     def say(line: str) -> None:
@@ -70,11 +78,11 @@ def main(arguments: list[str]) -> int:
     if not outcome.canary:
         for line in outcome.reasons[:REASONS_MAX]:
             voice.write(f"{line}\n")
-    say(outcome.verdict())
     if outcome.passed:
+        say(outcome.verdict())
         shutil.rmtree(folder)
     else:
-        voice.write(f"logs: {folder}\n")
+        voice.write(f"{outcome.verdict()}\nlogs: {folder}\n")
     print(outcome.line(), flush=True)
     return 0 if outcome.passed else 1
 

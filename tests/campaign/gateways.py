@@ -13,6 +13,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,15 +21,12 @@ from campaign.damage import Damage
 from campaign.kinds import DAMAGES, KILL_POINTS, plan_of
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES, SUPERBLOCK_BYTES
-from xkv_store.testing.faulty_gateway import write_plan
+from xkv_store.testing.faulty_gateway import effects, write_plan
 from xkv_store.testing.processes import PORT, GatewayProcess
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
     import random
-    from types import TracebackType
-
-    from typing_extensions import Self
 
     from campaign.kinds import Draw
 
@@ -44,6 +42,7 @@ STOPPED_S: Final = (1.2, 3.0)  # the same, for SIGSTOP
 STOPPED_LONG_S: Final = 60.0
 LATE_POINT_S: Final = 1.0  # a commit or an eviction may come after the batch
 FREED_S_MAX: Final = 10.0  # sessions and slots of an engine that has gone, on a busy machine
+STARTS_MAX: Final = 5  # until one comes up; most media leave a start alone
 NTH_MAX: Final = 4  # which time of reaching a point is the one
 VERSION_OFFSET: Final = 8  # of the format's version in a superblock (docs/format.md)
 INDEX_FILE: Final = "data.mdb"
@@ -51,7 +50,7 @@ INDEX_FRONT_BYTES: Final = 8_192  # LMDB's two meta pages
 
 
 class GatewayOfCampaign:
-    """One card and who serves it. Close it."""
+    """One card and who serves it. Close it (`contextlib.closing`)."""
 
     def __init__(self, folder: Path, *, capacity: str, rng: random.Random, media: Draw, proves: bool) -> None:
         self._folder = folder
@@ -59,11 +58,12 @@ class GatewayOfCampaign:
         self._rng = rng
         self._media = media
         self._proves = proves
-        self._sockets = Path(tempfile.mkdtemp(prefix="xkv-"))  # a socket's path has at most 107 bytes
+        self.sockets = Path(tempfile.mkdtemp(prefix="xkv-"))  # a socket's path has at most 107 bytes
         self._card = folder / "card"
         self._points = folder / "points"
         self._damage = Damage(self._card, SLOT_BYTES, rng)
-        self._effects_before = 0
+        self._counted = 0  # effects that are in `_effects`, or have been taken
+        self._effects: Counter[str] = Counter()
         self._process: GatewayProcess | None = None
         self.medium = ""
         self.long_stops = 0  # how many stops of a minute are still to come
@@ -75,7 +75,7 @@ class GatewayOfCampaign:
         """The keys by which an engine finds this gateway, and bounds that make a campaign go on."""
         return {
             "xkv.port": PORT,
-            "xkv.socket_dir": str(self._sockets),
+            "xkv.socket_dir": str(self.sockets),
             "xkv.ring_bytes": RING_BYTES,
             "xkv.fragment_bytes": SLOT_BYTES - HEADER_BYTES,
             "xkv.heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS,
@@ -93,7 +93,7 @@ class GatewayOfCampaign:
     def _new(self) -> GatewayProcess:
         return GatewayProcess(
             card=self._card,
-            socket_dir=self._sockets,
+            socket_dir=self.sockets,
             points=self._points,
             options=[
                 *("--capacity", self._capacity, "--databases", str(DATABASES), "--slot-bytes", str(SLOT_BYTES)),
@@ -103,17 +103,26 @@ class GatewayOfCampaign:
         )
 
     def _prepare(self) -> None:
-        """The next life's medium."""
+        """The next life's medium. What took effect until now was its predecessor's doing."""
+        self._count_effects()
         self.medium = self._media.deal()
         write_plan(
             self._folder / "faults", plan_of(self.medium, seed=self._rng.randrange(1 << 32), proves=self._proves)
         )
 
     def start(self) -> None:
-        """A new life, on another medium."""
+        """A new life, on another medium. One that makes the start itself an error is followed by another."""
         assert self._process is None
-        self._prepare()
-        self._process = self._new()
+        refusals: list[str] = []
+        while len(refusals) < STARTS_MAX:
+            self._prepare()
+            try:
+                self._process = self._new()
+            except RuntimeError as error:
+                refusals.append(f"{self.medium}: {error}")
+            else:
+                return
+        raise AssertionError(f"no gateway comes up: {refusals}")
 
     def revive(self) -> None:
         """A new life, if the last one has ended."""
@@ -138,17 +147,21 @@ class GatewayOfCampaign:
         if self._process is not None:
             self._bury()
 
-    def take_effects(self) -> tuple[str, int]:
-        """The medium's kind of this life, and how often it took effect since the last call."""
-        assert self._process is not None
-        total = sum(self._process.effects().values())
-        found, self._effects_before = total - self._effects_before, total
-        return self.medium, found
+    def take_effects(self) -> Counter[str]:
+        """How often each kind of the medium's faults took effect since the last call."""
+        self._count_effects()
+        taken, self._effects = self._effects, Counter()
+        return taken
+
+    def _count_effects(self) -> None:
+        total = effects(self._folder / "faults").total()
+        self._effects[self.medium] += total - self._counted
+        self._counted = total
 
     def status(self) -> dict[str, Any] | None:
         """The gateway's own account; None where it does not answer."""
         try:
-            with contextlib.closing(Tool(self._sockets / f"{PORT}.sock")) as tool:
+            with contextlib.closing(Tool(self.sockets / f"{PORT}.sock")) as tool:
                 found: dict[str, Any] = json.loads(tool.status())
         except UserError:
             return None
@@ -265,9 +278,12 @@ class GatewayOfCampaign:
         if len(started) == 1:
             (self._process,) = started
             return True
+        if not started:
+            self.start()  # the medium let neither of them open the card
+            return False
         for process in started:
             process.end()
-        raise AssertionError(f"of two gateways on one card {len(started)} serve")
+        raise AssertionError("two gateways serve one card")
 
     def _newer_format(self) -> bool:
         self.kill()
@@ -312,16 +328,8 @@ class GatewayOfCampaign:
     def close(self) -> None:
         """End it, and remove the card."""
         self.kill()
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        shutil.rmtree(self.sockets, ignore_errors=True)
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _overwrite(path: Path, front: bytes) -> None:

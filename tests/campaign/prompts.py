@@ -49,7 +49,6 @@ class Pool:
 
     prompts: Sequence[list[int]]
     answers: Sequence[list[int]]
-    left_out: int  # prompts whose answer some rounding could turn
 
 
 class Stream:

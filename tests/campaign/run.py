@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Final
@@ -112,7 +113,7 @@ class Campaign:
                     answers.append(answer.tokens)
                 assert left_out < 10 * self._prompts, f"{shape.name} decides nothing: it needs another scale"
         self._say(f"{shape.name}: {len(prompts)} prompts, {left_out} left out for a margin below {MARGIN_MIN}")
-        return Pool(prompts, answers, left_out)
+        return Pool(prompts, answers)
 
     def phase_parts(self, shape: Shape, policy: str) -> tuple[GatewayOfCampaign, Stream, Callable[[], Engine]]:
         """A card with its gateway, a stream of requests, and how an engine is made."""
@@ -161,7 +162,7 @@ class Phase:
     def run(self) -> None:
         """Batches until the time is over."""
         before = self._outcome.requests
-        with self._gateway:
+        with closing(self._gateway):
             self._some_engine()
             end = time.monotonic() + self._seconds
             while time.monotonic() < end:
@@ -219,8 +220,7 @@ class Phase:
 
     def _count(self, event: str, happened: int) -> None:
         self._gateway.revive()
-        medium, effects = self._gateway.take_effects()
-        self._outcome.faults[medium] += effects
+        self._outcome.faults.update(self._gateway.take_effects())
         self._outcome.faults[event] += happened
 
     def _finish(self, engine: Engine, event: str, right: dict[str, list[int]]) -> int:

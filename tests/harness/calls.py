@@ -42,18 +42,22 @@ _GIVES = {
 
 def recorded_spec(spec: Any) -> Any:
     """A subclass of our spec whose making, class attributes and objects are noted."""
+    return _recorded_class(spec, "spec")
 
-    class Kind(type(spec)):  # type: ignore[misc]  # vLLM's metaclass is Any here
-        """The class itself: vLLM asks it for metrics, and makes it."""
+
+@cache
+def _recorded_class(of: Any, role: str) -> Any:
+    class Kind(type(of)):  # type: ignore[misc]  # vLLM's metaclass is Any here
+        """The class itself: vLLM asks it for what it says of all its objects, and makes it."""
 
         def __getattribute__(cls, name: str) -> Any:
-            return _used("spec", name, super().__getattribute__(name), sys._getframe(1))
+            return _used(role, name, super().__getattribute__(name), sys._getframe(1))
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            _note("spec", "__init__", sys._getframe(1))
+            _note(role, "__init__", sys._getframe(1))
             return super().__call__(*args, **kwargs)
 
-    return Kind(spec.__name__, (_recorded(spec, "spec"),), {})
+    return Kind(of.__name__, (_recorded(of, role),), {"__slots__": ()})
 
 
 @cache
@@ -71,10 +75,15 @@ def _watched(value: Any, role: str) -> Any:
     if isinstance(value, list):
         return [_watched(one, role) for one in value]
     if role == "worker" and not isinstance(value, type) and _is_of_handlers(value):
-        return [(source, destination, _watched(handler, role)) for source, destination, handler in value]
+        return [(*map(_watched_class, classes), _watched(handler, role)) for *classes, handler in value]
     if value is not None and type(value).__qualname__ != role:
         object.__setattr__(value, "__class__", _recorded(type(value), role))  # type: ignore[arg-type]  # a class is hashable
     return value
+
+
+def _watched_class(spec: Any) -> Any:
+    """What get_handlers says that a handler moves from or to: ours notes what it is asked."""
+    return spec if spec.__module__.startswith("vllm.") else _recorded_class(spec, "load_store_spec")
 
 
 def _is_of_handlers(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from harness.engine import Engine, Step
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from harness import release
     from harness.shapes import Shape
@@ -29,6 +29,16 @@ class Pipeline:
 
     depth: int = 2
     late: bool = False
+
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    # vLLM's own scheduler for this, which counts on tokens that it does not know yet
+    "async, begun at once": {"async_scheduling": True, "pipeline": Pipeline()},
+    "async, begun late": {"async_scheduling": True, "pipeline": Pipeline(late=True)},
+    # the plain scheduler with a queue of batches, as pipeline stages have it
+    "queue of two, begun late": {"pipeline": Pipeline(late=True)},
+}
+"""Options of a launch for each way of going ahead."""
 
 
 class PipelinedEngine(Engine):

@@ -326,6 +326,7 @@ class EngineServer:
             "VLLM_NO_USAGE_STATS": "1",
             "TORCHDYNAMO_DISABLE": "1",  # else some releases compile small functions in every process
             "HF_HUB_OFFLINE": "1",
+            "OMP_WAIT_POLICY": "passive",  # else waiting threads take the cores that gateways and other engines need
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

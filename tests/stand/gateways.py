@@ -169,7 +169,7 @@ class Gateway:
 class EmbeddedCard:
     """A card whose gateway the engines start themselves. Close it: the gateway is nobody's child."""
 
-    def __init__(self, folder: Path, *, capacity_bytes: int, linger_s: float, ring_bytes: int = RING_BYTES) -> None:
+    def __init__(self, folder: Path, *, capacity_bytes: int, linger_s: float) -> None:
         self._sockets = Path(tempfile.mkdtemp(prefix="xkv-"))
         self.folder = folder
         self.extra: dict[str, Any] = {

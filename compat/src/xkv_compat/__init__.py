@@ -24,9 +24,11 @@ __all__ = [
     "Probe",
     "Requirement",
     "UnsupportedVLLM",
+    "__version__",
     "detect_live",
     "detect_source",
 ]
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:

@@ -146,6 +146,19 @@ def whole(first: int, chunks: int) -> Blocks:
     return Blocks(np.arange(first, first + chunks * BPC, dtype=np.int32), [chunks * BPC], [0])
 
 
+def held_back(monkeypatch: pytest.MonkeyPatch, name: str) -> threading.Event:
+    """From now on every copy of this name waits until the event is set."""
+    go_on = threading.Event()
+    real = getattr(HostMover, name)
+
+    def slow(self: HostMover, move: Move) -> None:
+        assert go_on.wait(DEADLINE_S)
+        real(self, move)
+
+    monkeypatch.setattr(HostMover, name, slow)
+    return go_on
+
+
 def finish(worker: XkvWorker, job: int) -> Result:
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
@@ -515,14 +528,7 @@ def test_copies_that_wait_are_bounded_and_those_beyond_are_shed(
     gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs_module, "COPY_QUEUE_MAX", 2)
-    go_on = threading.Event()
-    real = HostMover.gather
-
-    def slow(self: HostMover, move: Move) -> None:
-        assert go_on.wait(DEADLINE_S)
-        real(self, move)
-
-    monkeypatch.setattr(HostMover, "gather", slow)
+    go_on = held_back(monkeypatch, "gather")
     with worker_on(tmp_path) as (worker, _):
         for job in range(6):
             assert worker.submit_store(job, whole(1, 1), spec([job]))
@@ -539,7 +545,6 @@ def test_a_wait_lasts_as_long_as_the_copies_alone(
     gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str
 ) -> None:
     """For known, unknown, finished and duplicate ids, and those of loads that nobody will ever answer."""
-    go_on = threading.Event()
     with worker_on(tmp_path, engine="a") as (first, _):
         store(first, [1])
     with (
@@ -548,13 +553,7 @@ def test_a_wait_lasts_as_long_as_the_copies_alone(
     ):
         worker.submit_store(3, whole(9, 1), spec([6]))
         assert finish(worker, 3).success
-        real = HostMover.gather
-
-        def slow(self: HostMover, move: Move) -> None:
-            assert go_on.wait(DEADLINE_S)
-            real(self, move)
-
-        monkeypatch.setattr(HostMover, "gather", slow)
+        go_on = held_back(monkeypatch, "gather")
         if state == "lives":
             gateway.hold("get.before_read")
         worker.submit_load(1, spec([1]), whole(1, 1))
@@ -654,14 +653,7 @@ def test_an_expedited_copy_that_outlasts_the_wait_ends_the_engine(
 ) -> None:
     # The forward pass has begun, and nobody can tell what it has read.
     monkeypatch.setattr(worker_module, "WAIT_SECONDS_MAX", 0.1)
-    go_on = threading.Event()
-    real = HostMover.scatter
-
-    def slow(self: HostMover, move: Move) -> None:
-        assert go_on.wait(DEADLINE_S)
-        real(self, move)
-
-    monkeypatch.setattr(HostMover, "scatter", slow)
+    go_on = held_back(monkeypatch, "scatter")
     with worker_on(tmp_path) as (worker, _):
         store(worker, [1])
         worker.submit_load(1, spec([1]), whole(9, 1), expedited=True)
@@ -735,14 +727,7 @@ def test_a_copy_that_outlasts_the_wait_is_never_put(
 ) -> None:
     # vLLM overwrites the pages once wait has returned: what was gathered across that moment may be anything.
     monkeypatch.setattr(worker_module, "WAIT_SECONDS_MAX", 0.1)
-    go_on = threading.Event()
-    real = HostMover.gather
-
-    def slow(self: HostMover, move: Move) -> None:
-        assert go_on.wait(DEADLINE_S)
-        real(self, move)
-
-    monkeypatch.setattr(HostMover, "gather", slow)
+    go_on = held_back(monkeypatch, "gather")
     with worker_on(tmp_path) as (worker, _):
         worker.submit_store(0, whole(1, 2), spec([1, 2]))
         worker.wait({0})

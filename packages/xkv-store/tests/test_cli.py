@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
+import xkv_store
 from xkv_store import cli
 from xkv_store.errors import UserError
 from xkv_store.sizes import format_size, parse_size_bytes
@@ -62,6 +63,10 @@ def test_what_is_no_size_says_so(text: str) -> None:
 
 def test_sizes_for_people() -> None:
     assert [format_size(n) for n in (17, 2048, 10 << 30, 3 << 19)] == ["17 B", "2 KiB", "10 GiB", "1.5 MiB"]
+
+
+def test_the_version_is_the_package_s(shell: Shell) -> None:
+    assert shell.run("--version") == (0, f"xkv {xkv_store.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -203,3 +208,55 @@ def test_linger_ends_a_gateway_that_nobody_uses(tmp_path: Path) -> None:
         started = time.monotonic()
         assert gateway.wait(10) == 0
         assert time.monotonic() - started < 5
+
+
+def test_a_path_that_is_none_is_said_in_one_line(shell: Shell, tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    long_path = tmp_path / "/".join(["b" * 200] * 25)
+    folders: list[str | Path] = ["--socket-dir", tmp_path / "s", "--card", tmp_path / "card", "--capacity", "8MiB"]
+    for path in (loop, long_path, tmp_path / "a\0b"):
+        assert shell.mistake("gateway", "status", "--card", path)
+        assert shell.mistake("gateway", "status", "--socket", path)
+        assert shell.mistake("gateway", "stop", "--socket-dir", path)
+        assert shell.mistake("verify", "--socket", path)
+        assert shell.mistake("verify", path)
+        assert shell.mistake("gateway", "run", *folders, "--database", path)
+        assert shell.mistake("gateway", "run", "--card", tmp_path / "card", "--socket-dir", path)
+    shell.mistake("gateway", "run", *folders[2:], "--socket-dir", tmp_path / "new", "--socket-group", "a\0b")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_signal_at_the_moment_of_being_ready_is_a_clean_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", _SIGNALLED_WHEN_READY, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "s" / "5557.sock").exists()
+
+
+_SIGNALLED_WHEN_READY = """
+import os, signal, sys
+from xkv_store import cli, commands_gateway
+told = commands_gateway.Output.value
+def told_and_signalled(self, value, text):
+    told(self, value, text)
+    os.kill(os.getpid(), signal.SIGTERM)
+commands_gateway.Output.value = told_and_signalled
+folder = sys.argv[1]
+sys.exit(cli.main(["gateway", "run", "--card", folder + "/card", "--socket-dir", folder + "/s", "--capacity", "8MiB"]))
+"""
+
+
+def test_a_gateway_without_descriptors_says_so_in_one_line(tmp_path: Path) -> None:
+    """At each place of its start where it may run out of them."""
+    limited = (
+        "import os, resource, sys; from xkv_store import cli; os.closerange(3, 64);"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]),) * 2); sys.exit(cli.main(sys.argv[2:]))"
+    )
+    words = ["gateway", "run", "--card", tmp_path / "card", "--socket-dir", tmp_path / "s", "--capacity", "8MiB"]
+    for descriptors in (5, 8, 11, 14, 16):
+        command = [sys.executable, "-c", limited, str(descriptors), *map(str, words)]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert ended.returncode == 2, ended.stderr
+        assert "Too many open files" in ended.stderr
+        assert "Traceback" not in ended.stderr

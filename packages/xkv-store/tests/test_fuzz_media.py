@@ -13,11 +13,11 @@ import tempfile
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lmdb
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xkv_store import layout, verify
@@ -30,7 +30,7 @@ from xkv_store.index import NAMED_DATABASES
 from xkv_store.key import ObjectKey
 from xkv_store.layout import Extent, Record, SlotHeader
 from xkv_store.testing.cards import CardDriver
-from xkv_store.testing.effort import repeats, times
+from xkv_store.testing.effort import chances
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -43,17 +43,6 @@ GRACE_MS = 20
 MEMORY_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 KEYS = [ObjectKey(bytes(16), n % 2, bytes([n]) * 9, n // 4) for n in range(8)]
 NEW = [ObjectKey(b"n" * 16, 0, bytes([n]) * 9, 0) for n in range(18)]  # more than fits
-
-
-def chances(examples: int) -> settings:
-    return settings(
-        max_examples=times(examples),
-        derandomize=repeats(),
-        deadline=None,
-        report_multiple_bugs=False,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),  # explaining takes hundreds of examples more
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def content_of(number: int) -> bytes:
@@ -246,7 +235,8 @@ def tweak(transaction: lmdb.Transaction[bytes], databases: dict[bytes, lmdb._Dat
     except layout.BadBytesError:
         return  # the plan has spoilt it already
     number = how.number & 0xFFFFFFFF if how.field == "position" else how.number
-    new = old._replace(**{how.field: number})
+    changed: dict[str, Any] = {how.field: number}
+    new = old._replace(**changed)
     transaction.put(key, layout.pack_record(new), db=databases[b"objects"])
     if how.ordered:
         transaction.delete(layout.pack_order_key(old.family, old.position, old.generation), db=databases[b"order"])
@@ -335,7 +325,7 @@ blocks = st.tuples(
 @example(plan=[(0, 2, {"databases": 0})])  # no database at all
 @given(plan=st.lists(blocks, min_size=1, max_size=3))
 def test_any_superblocks(
-    original: Original, plan: list[tuple[int, int, list[tuple[int, int]] | bytes | dict[str, object]]]
+    original: Original, plan: list[tuple[int, int, list[tuple[int, int]] | bytes | dict[str, Any]]]
 ) -> None:
     with copied(original) as options:
         for database, copy, what in plan:
@@ -373,20 +363,21 @@ header_changes = st.fixed_dictionaries(
         "position": numbers.map(lambda n: n & 0xFFFFFFFF),
     },
 )
+SlotChange: TypeAlias = "dict[str, Any] | list[tuple[int, int]] | bytes"
+slot_changes: st.SearchStrategy[SlotChange] = st.one_of(
+    header_changes,
+    header_changes,
+    st.lists(st.tuples(st.integers(0, SLOT - 1), st.integers(1, 255)), min_size=1, max_size=3),
+    st.binary(max_size=1_100),
+)
 slot_damages = st.tuples(
     st.integers(0, 50),  # which slot
-    st.one_of(
-        header_changes,
-        header_changes,
-        st.lists(st.tuples(st.integers(0, SLOT - 1), st.integers(1, 255)), min_size=1, max_size=3),
-        st.binary(max_size=1_100),
-        st.integers(0, 50),  # the bytes of that slot
-    ),
+    st.one_of(slot_changes, slot_changes, slot_changes, st.integers(0, 50)),  # or the bytes of that slot
 )
-SlotDamage: TypeAlias = tuple[int, "dict[str, object] | list[tuple[int, int]] | bytes | int"]
+SlotDamage: TypeAlias = "tuple[int, SlotChange | int]"
 
 
-def damaged_slot(data: bytes, what: dict[str, object] | list[tuple[int, int]] | bytes) -> bytes:
+def damaged_slot(data: bytes, what: SlotChange) -> bytes:
     changed = bytearray(data)
     if isinstance(what, dict):
         with suppress(layout.BadBytesError):  # the slot is empty, or spoilt already
@@ -459,12 +450,7 @@ def test_a_slot_proves_what_it_was_sealed_as_and_nothing_else(
     fragment = data.draw(st.integers(0, GEOMETRY.fragments(identity.length) - 1))
     whole = sealed(content, identity, fragment)
     prove(memoryview(whole), identity, GEOMETRY, fragment)
-    slot = damaged_slot(
-        bytes(whole),
-        data.draw(
-            st.one_of(header_changes, slot_damages.map(lambda d: d[1]).filter(lambda what: not isinstance(what, int)))
-        ),
-    )
+    slot = damaged_slot(bytes(whole), data.draw(slot_changes))
     wanted = data.draw(st.one_of(st.just(identity), identities))
     which = data.draw(st.one_of(st.just(fragment), st.integers(0, 3), st.integers(0, 2**32)))
     end = HEADER_BYTES + GEOMETRY.payload_bytes(identity.length, fragment)

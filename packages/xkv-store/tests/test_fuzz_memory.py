@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xkv_store import wire
@@ -24,10 +24,10 @@ from xkv_store.layout import CONTROL_HEADER, TABLE_ENTRIES_OFFSET, TABLE_ENTRY, 
 from xkv_store.ring import Ring
 from xkv_store.table import CAPACITY_MAX, TableReader, TableWriter
 from xkv_store.testing import descriptors
-from xkv_store.testing.effort import repeats, times
+from xkv_store.testing.effort import chances
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 SLOT = 8_192
 RANKS = 2
@@ -40,17 +40,6 @@ words = st.one_of(
 )
 kinds = st.sampled_from(sorted(descriptors.KINDS))
 patches = st.lists(st.tuples(st.integers(0, 300), st.binary(min_size=1, max_size=40)), max_size=4)
-
-
-def chances(examples: int) -> settings:
-    return settings(
-        max_examples=times(examples),
-        derandomize=repeats(),
-        deadline=None,
-        report_multiple_bugs=False,
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -212,6 +201,7 @@ def test_any_descriptors_beside_a_welcome(which: tuple[str, ...], again: tuple[s
     table = TableWriter.create(64, CARD, BOOT)
 
     def fds(kinds_of: tuple[str, ...]) -> tuple[int, ...]:
+        ours: tuple[Callable[[], int], ...]
         ours = (lambda: os.dup(ring.fd), lambda: os.dup(control.fd), table.fd_read_only)
         wanted = (16 * SLOT, page_bytes(RANKS), TABLE_ENTRIES_OFFSET + 64 * 32)
         return tuple(

@@ -24,7 +24,7 @@ from xkv_store.key import ObjectKey
 from xkv_store.testing import faulty_gateway
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
 from xkv_store.testing.faulty_gateway import write_plan
-from xkv_store.testing.peer import Peer
+from xkv_store.testing.peer import Peer, attached
 from xkv_store.testing.processes import GatewayProcess, running_gateway
 from xkv_store.wire import LoadStatus, StoreStatus
 
@@ -49,15 +49,13 @@ def key_of(number: int) -> bytes:
 def serving(folder: Path, *faults: Fault) -> Iterator[tuple[GatewayProcess, Peer]]:
     plan = FaultPlan(faults) if faults else None
     options = ("--grace-ms", "0")
-    with running_gateway(
-        folder, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, options=options, faults=plan
-    ) as gateway:
-        peer = Peer(Path(gateway.ready["socket"]), geometry=GEOMETRY)
-        try:
-            peer.attach()
-            yield gateway, peer
-        finally:
-            peer.close()
+    with (
+        running_gateway(
+            folder, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, options=options, faults=plan
+        ) as gateway,
+        attached(Path(gateway.ready["socket"]), geometry=GEOMETRY) as peer,
+    ):
+        yield gateway, peer
 
 
 def read(peer: Peer, number: int) -> bytes | None:

@@ -5,12 +5,13 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import pytest
 
 from xkv_store.errors import MediumError, UserError
-from xkv_store.index import DamagedIndexError, Index, Meta, RemoveObject, SetNamespace, SetObject
+from xkv_store.index import LOCK_BYTES, DamagedIndexError, Index, Meta, RemoveObject, SetNamespace, SetObject
 from xkv_store.key import ObjectKey
 from xkv_store.layout import Extent, Record, pack_order_key, pack_record
 
@@ -142,6 +143,26 @@ def damage(folder: Path, at: int, content: bytes) -> None:
     with (folder / "data.mdb").open("r+b") as file:
         file.seek(at)
         file.write(content)
+
+
+def test_a_full_file_system_cannot_end_the_process_by_the_lock_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB writes into a mapping of it: what was not allocated before that is a SIGBUS where there is no room."""
+    seen: list[int] = []
+    real = lmdb.open
+
+    def watched(path: str, **options: Any) -> lmdb.Environment:
+        seen.append(Path(path, "lock.mdb").stat().st_size)
+        return real(path, **options)
+
+    monkeypatch.setattr(lmdb, "open", watched)
+    index = Index.create(folder, META, slots=100)
+    index.apply([put(1, 1)])
+    assert index.get(key_of(1).encode()) == record_of(1)
+    assert seen == [LOCK_BYTES]
+    assert (folder / "lock.mdb").stat().st_size == LOCK_BYTES  # it did not have to grow
+    index.close()
 
 
 def test_damage_is_told_and_not_died_of(index: Index, folder: Path) -> None:

@@ -120,6 +120,18 @@ def test_one_thread_at_a_time_proves(drill: Callable[[int], Drill]) -> None:
     assert d.ran[-1] == "proof"
 
 
+def test_a_proof_takes_no_thread_that_is_left_for_loads(drill: Callable[[int], Drill]) -> None:
+    d = drill(3)
+    held = [d.hold(Lane.PROOF), d.hold(Lane.STORE)]
+    d.add(Lane.STORE, "store")
+    d.add(Lane.LOAD, "load")
+    d.settle(1)
+    assert d.ran == ["load"]
+    held[0].set()
+    d.settle(2)
+    assert d.ran == ["load", "store"], "the proof's end lets the store go"
+
+
 def test_a_full_lane_refuses(drill: Callable[[int], Drill], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io_pool, "JOBS_PER_LANE_MAX", 2)
     d = drill(1)

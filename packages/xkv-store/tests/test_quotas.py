@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xkv_store import cli
-from xkv_store.card import CardOptions, PutPlan, PutRefusal
+from xkv_store.card import CardOptions, GetPlan, PutPlan, PutRefusal
 from xkv_store.errors import MediumError, UserError
 from xkv_store.geometry import DATA_OFFSET, Geometry
 from xkv_store.key import ObjectKey
@@ -136,7 +136,7 @@ def test_it_sheds_where_it_cannot_make_room(tmp_path: Path) -> None:
     driver = CardDriver(options(tmp_path, slots_of(10)))
     assert all(put_family(driver, B, range(5)))
     assert driver.begin(key_of(A, 99), 11 * 3_072) is PutRefusal.SHED
-    pins = []
+    pins: list[GetPlan | None] = []
     while put_family(driver, A, range(len(pins), len(pins) + 1)) == [True]:
         pins.append(driver.card.begin_get(key_of(A, len(pins)), driver.now_ns))
     number = len(pins)
@@ -202,7 +202,8 @@ def assert_exact(driver: CardDriver, quota_slots: dict[bytes, int]) -> None:
     assert sum(account.objects for account in every) == driver.card.objects
     for account in every:
         assert min(account.in_flight, account.used, account.limbo, account.objects) >= 0
-        assert account.held <= quota_slots.get(account.namespace, SLOTS)
+        total = account.in_flight + account.used + account.limbo
+        assert account.held == total <= quota_slots.get(account.namespace, SLOTS)
 
 
 STEPS = st.lists(
@@ -297,3 +298,12 @@ def test_senseless_quotas_are_one_line(tmp_path: Path, quota: str, capsys: pytes
     assert len([line for line in lines if line.startswith("xkv: ")]) == 1
     assert "Traceback" not in "".join(lines)
     assert "--quota" in lines[-1]
+
+
+def test_a_status_says_how_many_namespaces_it_does_not_show(tmp_path: Path) -> None:
+    driver = CardDriver(options(tmp_path, slots=400))
+    for number in range(300):
+        assert isinstance(driver.put(key_of(number.to_bytes(16, "big"), 1), b"x"), PutPlan)
+    status = driver.card.status()
+    assert len(status["namespaces"]) + status["namespaces_left_out"] == 300
+    driver.close()

@@ -66,6 +66,15 @@ def test_too_long_a_path_is_said_before_anything_is_made(tmp_path: Path) -> None
     assert not deep.exists()
 
 
+def test_a_folder_that_is_made_for_others_lets_them_through_and_no_more(tmp_path: Path) -> None:
+    """Else nobody that --allow-uid names could reach the socket."""
+    sockets.prepare_socket_dir(tmp_path / "shared", shared=True)
+    sockets.prepare_socket_dir(tmp_path / "own")
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("shared", "own")]
+    assert modes == [sockets.SHARED_FOLDER_MODE, sockets.FOLDER_MODE]
+    assert not modes[0] & 0o066
+
+
 def test_the_folder_must_be_ours_alone(folder: Path) -> None:
     """Whoever can write there can put a listener of their own in our place."""
     sockets.prepare_socket_dir(folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import lmdb
@@ -102,17 +104,6 @@ def made(tmp_path: Path) -> Made:
         made.put(driver, key_of(number), content_of(number))
     driver.close()
     return made
-
-
-@pytest.fixture
-def xkv(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
-    """Runs `xkv` with --json: its exit code and its lines."""
-
-    def run(*words: str | Path) -> tuple[int, list[dict[str, Any]]]:
-        code = cli.main([*map(str, words), "--json"])
-        return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    return run
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -388,6 +379,19 @@ def test_the_command_names_damage_and_drops_it(made: Made, capsys: pytest.Captur
     assert "all sound" in capsys.readouterr().out
 
 
+def test_a_terminal_sees_a_bar_and_a_file_only_lines(
+    made: Made, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made.flip(key_of(2))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert cli.main(["verify", str(made.options.folder)]) == 1
+    output, errors = capsys.readouterr()
+    assert "proving" in errors
+    assert "10/10" in errors
+    assert output.splitlines()[0].startswith("damaged: ")
+    assert "\x1b" not in output
+
+
 def test_a_rebuild_proves_payloads_too(made: Made, xkv: Callable[..., tuple[int, list[dict[str, Any]]]]) -> None:
     """Headers alone tell of an object; whether its bytes are those that were put only a read can say."""
     made.flip(key_of(6))
@@ -422,3 +426,24 @@ def test_mistakes_are_one_line(made: Made, capsys: pytest.CaptureFixture[str]) -
         os.pwrite(file.fileno(), bytes(2 * SUPERBLOCK_BYTES), 0)
     assert cli.main(["verify", str(folder)]) == 2
     assert "not a database of a card" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lacking", [errno.EMFILE, errno.ENOMEM, errno.ENOSPC])
+def test_what_is_lacking_is_no_damage(
+    made: Made, xkv: Callable[..., tuple[int, list[dict[str, Any]]]], monkeypatch: pytest.MonkeyPatch, lacking: int
+) -> None:
+    """Descriptors, memory, room: neither is an index called damaged for want of them, nor is it made anew."""
+    with monkeypatch.context() as patch:
+
+        def refuse(path: str, **_: object) -> None:
+            raise lmdb.Error(f"{path}: {os.strerror(lacking)}")
+
+        patch.setattr(lmdb, "open", refuse)
+        with pytest.raises(UserError, match=os.strerror(lacking)):
+            CardDriver(CardOptions(folder=made.options.folder, create=False))
+        code, lines = xkv("verify", made.options.folder)
+        assert code == 2
+        assert os.strerror(lacking) in lines[-1]["error"]
+    assert sorted(path.name for path in made.options.folder.iterdir()) == ["db-0.xkv", "index", "lock"]
+    assert sorted(path.name for path in made.index.iterdir()) == ["data.mdb", "lock.mdb"]  # and not doubted
+    made.assert_sound(made.contents)

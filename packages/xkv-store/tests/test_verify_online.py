@@ -23,7 +23,7 @@ from xkv_store.index import Index
 from xkv_store.key import ObjectKey
 from xkv_store.layout import parse_record
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
-from xkv_store.testing.peer import Peer
+from xkv_store.testing.peer import Peer, attached
 from xkv_store.testing.processes import GatewayProcess, running_gateway
 from xkv_store.tool import Tool
 from xkv_store.wire import LoadStatus, StoreStatus, VerifyState
@@ -71,13 +71,11 @@ def flip(folder: Path, offset: int) -> None:
 @contextmanager
 def serving(folder: Path, *faults: Fault) -> Iterator[tuple[GatewayProcess, Peer]]:
     plan = FaultPlan(faults) if faults else None
-    with running_gateway(folder, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, faults=plan) as gateway:
-        peer = Peer(Path(gateway.ready["socket"]), geometry=GEOMETRY)
-        try:
-            peer.attach()
-            yield gateway, peer
-        finally:
-            peer.close()
+    with (
+        running_gateway(folder, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, faults=plan) as gateway,
+        attached(Path(gateway.ready["socket"]), geometry=GEOMETRY) as peer,
+    ):
+        yield gateway, peer
 
 
 @pytest.fixture(scope="module")
@@ -98,17 +96,6 @@ def offsets(original: Path, tmp_path: Path) -> dict[bytes, int]:
     shutil.copytree(original / "card", tmp_path / "card")
     (tmp_path / "card").chmod(0o700)
     return where_objects_lie(tmp_path)
-
-
-@pytest.fixture
-def xkv(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[dict[str, Any]]]]:
-    """Runs `xkv` with --json: its exit code and its lines."""
-
-    def run(*words: str | Path) -> tuple[int, list[dict[str, Any]]]:
-        code = cli.main([*map(str, words), "--json"])
-        return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-    return run
 
 
 def status_of(gateway: GatewayProcess) -> dict[str, Any]:
@@ -224,7 +211,9 @@ def test_one_proof_at_a_time_and_it_ends_with_its_tool(tmp_path: Path, offsets: 
         assert ended.objects == OBJECTS
         second.close()
         assert peer.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
-        assert status_of(gateway)["counters"]["verify_runs"] == 2
+        counters = status_of(gateway)["counters"]
+        assert counters["verify_runs"] == 2
+        assert counters["verified_objects"] < 2 * OBJECTS - 10, "nobody waited for the rest of the first run"
         gateway.signal(signal.SIGTERM)
         assert gateway.wait() == 0, "nothing is held any more"
 
@@ -244,6 +233,18 @@ def test_a_gateway_that_ends_meanwhile(
         assert (code, output, len(errors.splitlines())) == (1 if how == "stop" else 2, "", 1)
         assert ("of 60 objects were proved" if how == "stop" else "closed the connection") in errors
         assert gateway.wait() == (0 if how == "stop" else -signal.SIGKILL)
+
+
+def test_a_gateway_that_nobody_uses_stays_until_the_proof_has_ended(tmp_path: Path, offsets: dict[bytes, int]) -> None:
+    assert len(offsets) == OBJECTS
+    options = ("--linger-s", "0.2")
+    plan = FaultPlan((SLOW,))
+    with running_gateway(
+        tmp_path, capacity=CAPACITY, slot_bytes=GEOMETRY.slot_bytes, options=options, faults=plan
+    ) as gateway:
+        with closing(Tool(Path(gateway.ready["socket"]))) as tool:
+            assert told(tool)[1].state is VerifyState.ENDED
+        assert gateway.wait() == 0
 
 
 def test_who_serves_the_card_is_found(

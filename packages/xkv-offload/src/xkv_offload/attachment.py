@@ -55,6 +55,7 @@ def attachment(*, view: ConfigView, config: Config, staged_bytes: int | None, is
         connect_timeout_ms=config.connect_timeout_ms,
         heartbeat_timeout_ms=config.heartbeat_timeout_ms,
         embedded=card,
+        gateway_uids=frozenset() if config.gateway_uid is None else frozenset({config.gateway_uid}),
     )
 
 

@@ -34,6 +34,7 @@ class Config:
     path: Path | None
     capacity_bytes: int | None
     socket_dir: Path | None
+    gateway_uid: int | None
     fragment_bytes: int
     ring_bytes: int
     staging_bytes: int

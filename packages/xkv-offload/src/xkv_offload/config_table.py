@@ -91,6 +91,16 @@ KEYS: tuple[Key, ...] = (
         text="Folder of the gateways' sockets.",
     ),
     Key(
+        name="xkv.gateway_uid",
+        kind="int",
+        default=None,
+        low=0,
+        high=(1 << 32) - 2,
+        default_text="none: our own user's and root's gateways are trusted",
+        scope="port",
+        text="Another user whose gateway is trusted with what is stored; that gateway names us with `--allow-uid`.",
+    ),
+    Key(
         name="xkv.fragment_bytes",
         kind="int",
         default=261_120,

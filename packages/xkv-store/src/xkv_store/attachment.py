@@ -124,7 +124,7 @@ def not_trusted(attachment: Attachment, peer: Peer) -> UserError:
     """Another user's process listens."""
     return UserError(
         f"the gateway on {attachment.socket} runs as uid {peer.uid}, not as uid {os.geteuid()}; use one of your own: "
-        "set xkv.port or xkv.socket_dir"
+        "set xkv.port or xkv.socket_dir; or trust that user: xkv.gateway_uid"
     )
 
 

@@ -18,9 +18,10 @@ import numpy.typing as npt
 from .card_folder import check_meta, kernel_boot_id, lock_card, open_databases
 from .card_options import MEDIA, CardOptions
 from .database import Database
-from .errors import MediumError, UserError
+from .errors import LACKING, MediumError, UserError
 from .geometry import Geometry
 from .index import CLOSED, SCAN_BATCH, DamagedIndexError, Index, RemoveObject, is_doubted
+from .private_files import check_no_link
 from .recovery import Rebuilt, Used, rebuild, survey
 
 PROBE_S_MAX = 600  # of an index of ten million objects some ten seconds; a damaged one may lead in a circle
@@ -53,19 +54,21 @@ class ClosedCard:
     def open_index(self) -> Index | str:
         """The index; or what is wrong with it, so that it must be made anew. UserError for another format version."""
         folder = self.options.folder / "index"
+        check_no_link(folder)
         try:
             _check_alive(folder, sum(self.slots))
             index = MEDIA.index.open(folder, slots=sum(self.slots))
-        except (DamagedIndexError, MediumError) as error:
+            try:
+                self._check(index)
+            except BaseException:
+                index.close()
+                raise
+        except DamagedIndexError as error:
             return str(error)
-        try:
-            self._check(index)
-        except (DamagedIndexError, MediumError) as error:
-            index.close()
+        except MediumError as error:
+            if error.errno in LACKING:
+                raise
             return str(error)
-        except BaseException:
-            index.close()
-            raise
         return index
 
     def _check(self, index: Index) -> None:
@@ -136,7 +139,7 @@ def _read_all_and_exit(folder: Path, slots: int) -> None:
         signal.alarm(PROBE_S_MAX)
         _read_all(folder, slots)
         code = _SOUND
-    except (DamagedIndexError, MediumError, UserError):
+    except (DamagedIndexError, MediumError, UserError, OSError, MemoryError):
         code = _SOUND  # the parent meets the same, and can say it
     finally:
         os._exit(code)

@@ -356,7 +356,7 @@ class Card:
             "limbo_objects": len(self._limbo),
             "table_entries": self.table.entries,
             "index_map_bytes": self._index.map_bytes(),
-            "namespaces": self._accounts.status(),
+            **self._accounts.status(),
             "databases": [
                 {"path": str(database.path), "slots": database.superblock.slots, "direct": database.direct}
                 for database in self._databases

@@ -6,7 +6,6 @@ opening and mending. Must not know puts, gets or sessions.
 A folder with the file `making` holds a card that was never finished, so that nothing in it can be lost.
 """
 
-import errno
 import logging
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 from .card_lock import CardInUseError, lock_folder
 from .card_options import MEDIA, CardOptions
 from .database import BusyDatabaseError, Database, device_bytes, new_superblock, read_superblock
-from .errors import MediumError, UserError
+from .errors import LACKING, MediumError, UserError
 from .geometry import (
     DATA_OFFSET,
     GENERATION_BELIEVED_MAX,
@@ -30,6 +29,7 @@ from .geometry import (
 )
 from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
 from .layout import Superblock
+from .private_files import check_no_link, open_private
 from .recovery import Loaded, fill, load, rebuild
 from .testing.points import reached
 
@@ -40,11 +40,11 @@ FREE_SPACE_SHARE = 0.8  # of what is free; the rest is the index's and other peo
 GENERATIONS_PER_CEILING = 1 << 20  # puts between two durable ceilings; numbers are not scarce, syncs are
 
 _MAKING, _INDEX = "making", "index"
+_MAKING_CHARS_MAX = 64  # a UUID in hex, with room
 _ADVICE = (
     "remove the file making if there is a whole card, remove the other files if they are worthless, "
     "or give another folder"
 )
-_NO_DAMAGE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # an index anew would meet the same
 
 
 @dataclass(slots=True)
@@ -120,6 +120,8 @@ class _Making:
             with suppress(OSError):
                 path.unlink()
         shutil.rmtree(folder / _INDEX, ignore_errors=True)
+        if any(os.path.lexists(path) for path in (*self.paths, folder / _INDEX)):
+            return  # not everything could go: the next start takes away what is of an unfinished card
         with suppress(OSError):
             (folder / _MAKING).unlink()
 
@@ -177,7 +179,8 @@ def _make(options: CardOptions) -> None:
 def _interrupted_making(folder: Path) -> bytes | None:
     """The uuid of a making that did not end; None without one, or where its first write was torn."""
     try:
-        found = bytes.fromhex((folder / _MAKING).read_text(encoding="ascii"))
+        with open(open_private(folder / _MAKING, os.O_RDONLY), encoding="ascii") as file:  # noqa: PTH123  a descriptor
+            found = bytes.fromhex(file.read(_MAKING_CHARS_MAX))
     except (FileNotFoundError, ValueError):
         return None
     except OSError as error:
@@ -206,7 +209,7 @@ def _check_distinct(paths: Sequence[Path]) -> None:
     """UserError where two paths lead to the same file or device."""
     seen: dict[object, Path] = {}
     for path in paths:
-        name: object = path.resolve()
+        name: object = os.path.realpath(path)  # of a loop of links, too: opening it says what is wrong
         if path.exists():
             status = path.stat()
             name = status.st_rdev or (status.st_dev, status.st_ino)
@@ -228,7 +231,7 @@ def _mark_making(folder: Path) -> bytes:
     marker = folder / _MAKING
     card_uuid = uuid.uuid4().bytes
     try:
-        fd = os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        fd = open_private(marker, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             os.write(fd, card_uuid.hex().encode())
             os.fsync(fd)
@@ -390,6 +393,7 @@ def _open_index(
     folder: Path, databases: Sequence[Database], geometry: Geometry, *, rebuild_index: bool
 ) -> tuple[Index, Loaded, Meta, bool]:
     """The index, read, checked and taken; made anew from the slots where it is missing or damaged."""
+    check_no_link(folder / _INDEX)
     if not rebuild_index:
         try:
             return *_load_index(folder, databases, geometry), False
@@ -418,7 +422,7 @@ def _load_index(folder: Path, databases: Sequence[Database], geometry: Geometry)
 
 def _is_damage(error: BaseException) -> bool:
     if isinstance(error, MediumError):
-        return error.errno not in _NO_DAMAGE
+        return error.errno not in LACKING  # where something is, an index anew would meet the same
     return isinstance(error, DamagedIndexError)
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from .errors import UserError
+from .private_files import check_folder, open_private
 
 LOCK_NAME = "lock"
 
@@ -23,7 +24,8 @@ def lock_folder(folder: Path, *, create: bool) -> int:
     try:
         if create:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock_fd = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        check_folder(folder)
+        lock_fd = open_private(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
     except FileNotFoundError as error:
         raise UserError(f"there is no card in {folder}: give another folder") from error
     except OSError as error:

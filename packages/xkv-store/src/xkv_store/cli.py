@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from . import commands_gateway, commands_verify
+from . import __version__, commands_gateway, commands_verify
 from .console import Output
 from .errors import MediumError, PeerError, UserError
 
@@ -26,7 +26,6 @@ EXIT_INTERRUPTED: Final = 130
 
 app = typer.Typer(
     name="xkv",
-    help="KV objects on local NVMe cards: the gateway and what looks after it.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -34,6 +33,23 @@ app = typer.Typer(
 )
 commands_gateway.register(app)
 commands_verify.register(app)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"xkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version and end."),
+    ] = False,
+) -> None:
+    """KV objects on local NVMe cards: the gateway and what looks after it."""
+
 
 _USAGE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
 """Some releases of typer bring click under a name of their own: this is its class by any name."""

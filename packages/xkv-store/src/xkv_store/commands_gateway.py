@@ -47,6 +47,8 @@ def path_option(option: str) -> Callable[[str], Path]:
             text.encode()
         except UnicodeEncodeError as error:
             raise UserError(f"{option} {os.fsencode(text)!r} is not UTF-8: type a path that is") from error
+        if "\0" in text:
+            raise UserError(f"{option} {text!r} is no path: type one without NUL")
         return Path(text)
 
     return parse

@@ -7,10 +7,11 @@ Must not know: how an object is proved, or where damage comes from.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  typer reads this at run time
 from typing import TYPE_CHECKING, Annotated, Any, Final, Optional, Protocol
 
 import typer
@@ -42,7 +43,7 @@ def register(app: typer.Typer) -> None:
 def verify_command(  # noqa: PLR0917  each parameter is an option, and typer passes them by name
     card: Annotated[
         Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
-        typer.Argument(parser=path_option("CARD"), metavar="[CARD]", help="Folder of the card."),
+        typer.Argument(parser=path_option("CARD"), metavar="CARD", help="Folder of the card."),
     ] = None,
     drop: Annotated[bool, typer.Option("--drop", help="Take what is damaged off the card.")] = False,
     rebuild_index: Annotated[
@@ -124,7 +125,8 @@ def _serving(card: Path, folder: Path, in_use: CardInUseError) -> Tool:
 
 
 def _serves(tool: Tool, card: Path) -> bool:
-    return Path(json.loads(tool.status())["card"]).resolve() == card.resolve()
+    served: str = json.loads(tool.status())["card"]
+    return os.path.realpath(served) == os.path.realpath(card)
 
 
 def _online(tool: Tool, card: Path | None, output: Output, *, drop: bool) -> int:

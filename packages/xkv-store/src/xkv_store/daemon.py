@@ -22,11 +22,14 @@ from .embedded import LOG_BYTES_MAX, LOG_NAME
 from .errors import MediumError, UserError
 from .gateway import LINGER_S_DEFAULT, Gateway, GatewayOptions
 from .io_pool import IO_THREADS_DEFAULT
+from .private_files import open_private
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LOG_FORMAT: Final = "%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s"
+
+_UMASK: Final = 0o077
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     if options.detach:
         _detach()
-    _log_to(options.folder)
     try:
+        _log_to(options.folder)
         _serve(options)
     except CardInUseError:
         return 0
@@ -100,6 +103,8 @@ def _detach() -> None:
 
 def _log_to(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.umask(_UMASK)  # of the next log, too, which the handler makes
+    os.close(open_private(folder / LOG_NAME, os.O_WRONLY | os.O_CREAT))
     handler = RotatingFileHandler(folder / LOG_NAME, maxBytes=LOG_BYTES_MAX, backupCount=1, encoding="utf-8")
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=[handler])
 

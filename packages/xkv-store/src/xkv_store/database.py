@@ -27,13 +27,13 @@ from .geometry import (
     Geometry,
 )
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
+from .private_files import database_path, open_private
 
 log = logging.getLogger(__name__)
 
 IOV_MAX = 1_024  # buffers that the kernel takes in one call (UIO_MAXIOV)
 IO_BYTES_MAX = 32 << 20  # bytes per call: long enough for any device's full speed, short enough to stay fair
 STALLS_MAX = 8  # moves in a row of less than a step: at a file's end for ever, elsewhere a coincidence
-FILE_MODE = 0o600
 _BLOCK_BYTES = 512  # of st_blocks (stat(3type))
 
 _DIRECT_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
@@ -64,7 +64,7 @@ class Database:
         """
         existed = path.exists()
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | _exclusively(path), FILE_MODE)
+            fd = open_private(database_path(path), os.O_RDWR | _exclusively(path))
         except OSError as error:
             raise _cannot_open(path, error) from error
         try:
@@ -94,7 +94,7 @@ class Database:
         """Open a database, mending one damaged copy of its superblock from the other."""
         superblock = read_superblock(path)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_EXCL if _is_device(path) else 0))
+            fd = open_private(database_path(path), os.O_RDWR | (os.O_EXCL if _is_device(path) else 0))
         except OSError as error:
             raise _cannot_open(path, error) from error
         try:
@@ -126,7 +126,7 @@ class Database:
     def _probe_direct(path: Path, superblock: bytes) -> int | None:
         """A descriptor with O_DIRECT, proved by rewriting the second superblock; None where that is refused."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            fd = open_private(database_path(path), os.O_RDWR | os.O_DIRECT)
         except OSError as error:
             if error.errno in _DIRECT_REFUSED:
                 return None
@@ -235,7 +235,7 @@ def read_superblock(path: Path) -> Superblock:
     """What a database says of itself, from either copy; UserError that says what to do when neither is good."""
     try:
         _is_device(path)
-        with path.open("rb") as file:
+        with open(open_private(database_path(path), os.O_RDONLY), "rb") as file:  # noqa: PTH123  a descriptor
             data = file.read(_SUPERBLOCKS_BYTES)
     except FileNotFoundError as error:
         raise UserError(
@@ -277,7 +277,7 @@ def device_bytes(path: Path) -> int | None:
     try:
         if not _is_device(path):
             return None
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_private(database_path(path), os.O_RDONLY)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -227,9 +227,7 @@ class Desk:
                 return
             self.perform(connection, connection.session.admit(self._welcome(connection, None)))
             return
-        holder = self.engines.holder(hello)
-        if holder is not None and self._leaving(holder) and time.monotonic() < until_s:
-            self._parked.append((connection, hello, fds, until_s))
+        if self._waits_for_an_end(connection, hello, fds, until_s):
             return
         if connection.socket.fileno() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - DESCRIPTORS_SPARE:
             for fd in fds:
@@ -247,7 +245,7 @@ class Desk:
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
-            log.warning("refused engine %s: %s", hello.engine_id, error.strerror)
+            log.warning("refused engine %r: %s", hello.engine_id, error.strerror)
             self._refuse_for_descriptors(connection)
             return
         except Refusal as refusal:
@@ -257,14 +255,38 @@ class Desk:
         connection.engine = engine
         connection.party = Party(engine.ring, connection)
         if len(engine.sessions) == 1:
-            log.info("engine %s attaches (pid %d)", hello.engine_id, hello.pid)
+            log.info("engine %r attaches (pid %d)", hello.engine_id, hello.pid)
         self.perform(connection, connection.session.admit(self._welcome(connection, hello)))
+
+    def _waits_for_an_end(
+        self, connection: Connection, hello: wire.Hello, fds: tuple[int, ...], until_s: float
+    ) -> bool:
+        """Whether a Hello was parked until a former session's last I/O is over, or has waited too long for that.
+
+        It waits for the session in its place; without a ring of its own also for an engine all of whose sessions
+        are about to end: that one's ring goes with it, and is never another's.
+        """
+        holder = self.engines.holder(hello)
+        dying = not fds and self._is_dying(hello.engine_id)
+        if not dying and (holder is None or not self._leaving(holder)):
+            return False
+        if time.monotonic() < until_s:
+            self._parked.append((connection, hello, fds, until_s))
+            return True
+        if dying:
+            reason = f"the former engine {hello.engine_id} has ended, but not its last I/O"
+            self.perform(connection, connection.session.refuse(wire.RefusedCode.RANK_TAKEN, reason))
+        return dying
 
     def _leaving(self, holder: Connection) -> bool:
         """Whether the holder of a place is about to give it up; its end is taken in here if it just came."""
         if holder.session.state is not State.ENDING and holder.hung_up():
             self._gone(holder)
         return holder.session.state is State.ENDING
+
+    def _is_dying(self, engine_id: str) -> bool:
+        leaving = [self._leaving(session) for session in self.engines.sessions_of(engine_id)]
+        return bool(self.engines.sessions_of(engine_id)) and all(leaving)
 
     def _try_parked(self) -> None:
         parked, self._parked = self._parked, []

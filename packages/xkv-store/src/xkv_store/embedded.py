@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from .errors import UserError
+from .private_files import open_private
 from .sockets import prepare_socket_dir, socket_for_card
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class EmbeddedCard:
 
 def daemon_arguments(card: EmbeddedCard, socket: Path) -> list[str]:
     """The daemon's arguments."""
-    arguments = ["--embedded", "--folder", str(card.folder.resolve()), "--socket", str(socket.absolute())]
+    arguments = ["--embedded", "--folder", os.path.realpath(card.folder), "--socket", str(socket.absolute())]
     settings = {
         "--capacity-bytes": card.capacity_bytes,
         "--databases": card.databases,
@@ -235,7 +236,7 @@ def _make_folder(folder: Path) -> None:
 def _take_starter_lock(folder: Path) -> int | None:
     path = folder / STARTER_LOCK_NAME
     try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise UserError(
             f"the card's folder {folder} cannot be written ({error.strerror}); name another with xkv.path"
@@ -256,11 +257,11 @@ def _take_starter_lock(folder: Path) -> int | None:
 def _open_log(folder: Path) -> int:
     path = folder / LOG_NAME
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         if os.fstat(fd).st_size > LOG_BYTES_MAX:
             path.replace(path.with_name(LOG_NAME + ".1"))
             os.close(fd)
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            fd = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); name another with xkv.path") from error
     return fd

@@ -66,6 +66,11 @@ class Engines(Generic[Session]):
         engine = self._by_id.get(hello.engine_id)
         return engine.sessions.get((hello.role, hello.rank)) if engine else None
 
+    def sessions_of(self, engine_id: str) -> list[Session]:
+        """Every session of that engine."""
+        engine = self._by_id.get(engine_id)
+        return list(engine.sessions.values()) if engine else []
+
     def attach(self, hello: Hello, fds: Sequence[int], session: Session) -> Engine[Session]:
         """Give a session its place, made or taken over; raises Refusal, OSError for want of descriptors. Owns `fds`."""
         left = list(fds)

@@ -10,6 +10,18 @@ Owns the exception classes. Must not know where they are raised. All of them can
 import errno as errno_names
 import os
 
+LACKING = frozenset(
+    {
+        errno_names.ENOSPC,
+        errno_names.EDQUOT,
+        errno_names.EROFS,
+        errno_names.EMFILE,
+        errno_names.ENFILE,
+        errno_names.ENOMEM,
+    }
+)
+"""Errors that say that something is lacking just now, and nothing of what lies on the medium."""
+
 
 class XkvError(Exception):
     """What every error that is not our own bug derives from."""

@@ -24,6 +24,7 @@ from .card import Card, CardOptions, CommitBatch
 from .committer import Committer
 from .connections import RECEIVES_PER_ROUND_MAX, Connection
 from .desk import Desk
+from .errors import UserError
 from .io_pool import IO_THREADS_DEFAULT, IoPool, Lane
 from .prover import Prover
 from .sockets import Listener
@@ -72,6 +73,7 @@ class Gateway:
         self._listener: Listener | None = None
         self._card: Card | None = None
         self._loop: _Loop | None = None
+        self._former_handlers: dict[int, Any] = {}
 
     def open(self, *, card_first: bool = False) -> dict[str, Any]:
         """Take the socket and the card; returns what there is to say about them. Raises UserError, MediumError.
@@ -80,6 +82,19 @@ class Gateway:
         that cannot have its port leaves no card behind). Clients may connect from here on.
         """
         _raise_descriptor_limit()
+        try:
+            self._open(card_first=card_first)
+        except (OSError, MemoryError, RuntimeError) as error:  # no descriptor, no memory, no thread to be had
+            raise UserError(
+                f"the gateway cannot start: {str(error) or 'no memory'}; where something is lacking, raise its limit "
+                "(ulimit -a: open files, memory, threads)"
+            ) from error
+        if threading.current_thread() is threading.main_thread():
+            # From here on a signal is a wish to end well: whoever is told that it is ready may send one at once.
+            self._former_handlers = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self.facts()
+
+    def _open(self, *, card_first: bool) -> None:
         options = self._options
         if not card_first:
             self._listener = self._listen()
@@ -87,7 +102,6 @@ class Gateway:
         if self._listener is None:
             self._listener = self._listen()
         self._loop = _Loop(self, options, self._listener, self._card)
-        return self.facts()
 
     def _listen(self) -> Listener:
         options = self._options
@@ -96,13 +110,7 @@ class Gateway:
     def run(self) -> None:
         """Serve until `stop`, a signal, a tool's Stop or the linger; then finish what is in flight."""
         assert self._loop is not None, "open() comes first"
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        former = {number: signal.signal(number, self._on_signal) for number in _SIGNALS} if in_main_thread else {}
-        try:
-            self._loop.run(self._stop_fd)
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
+        self._loop.run(self._stop_fd)
 
     def stop(self) -> None:
         """Drain and end. Any thread, or a signal handler, may call this."""
@@ -153,6 +161,8 @@ class Gateway:
         finally:
             if listener is not None:
                 listener.close()
+        while self._former_handlers:
+            signal.signal(*self._former_handlers.popitem())
         if self._stop_fd >= 0:
             os.close(self._stop_fd)
             self._stop_fd = -1
@@ -320,7 +330,7 @@ class _Loop:
 
     def _end_when_wanted(self) -> None:
         now_s = time.monotonic()
-        if self._desk.sessions:
+        if self._desk.sessions or self._prover.running:
             self._empty_since_s = now_s
         elif self._linger_s is not None and now_s - self._empty_since_s >= self._linger_s:
             self._gateway.stop()

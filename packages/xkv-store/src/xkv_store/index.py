@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import lmdb
 
-from .errors import MediumError, UserError
+from .errors import LACKING, MediumError, UserError
 from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
+from .private_files import check_no_link, open_private
 from .testing.points import reached
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ MAP_BYTES_MIN = 16 << 20
 INDEX_BYTES_PER_SLOT = 512  # objects (key, record) + order (key, object key), in pages that are half full
 SCAN_BATCH = 131_072  # entries read at a time at the start: some 40 MB of Python objects
 READERS_MAX = 8  # transactions of this one process
+LOCK_BYTES = 4_096  # of LMDB's lock file: more than that many readers take
 
 CLOSED = bytes(16)
 _COUNTER_MAX = (1 << 63) - 1  # of generations and boots: more were never counted, and none can overflow
@@ -101,8 +103,8 @@ class DamagedIndexError(Exception):
 
 def doubt(folder: Path) -> None:
     """Leave a mark that the index in `folder` must not be opened: LMDB ends the process at some damage."""
-    with suppress(OSError):  # the mark only saves whoever opens the index next from finding out by himself
-        os.close(os.open(folder / _DOUBTED, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    with suppress(OSError, UserError):  # the mark only saves whoever opens the index next from finding out by himself
+        os.close(open_private(folder / _DOUBTED, os.O_WRONLY | os.O_CREAT))
 
 
 def trust(folder: Path) -> None:
@@ -139,7 +141,7 @@ class Index:
         try:
             index.set_meta(meta)
             with suppress(OSError):  # as good as it gets: ENOSPC here only means that it may come later
-                fd = os.open(folder / "data.mdb", os.O_RDWR | os.O_CLOEXEC)
+                fd = open_private(folder / "data.mdb", os.O_RDWR)
                 try:
                     os.posix_fallocate(fd, 0, max(1 << 16, slots * INDEX_BYTES_PER_SLOT))
                 finally:
@@ -152,6 +154,8 @@ class Index:
     @classmethod
     def open(cls, folder: Path, *, slots: int, map_bytes: int | None = None) -> Index:
         """The existing index in `folder`; UserError for one of another format version."""
+        check_no_link(folder)
+        check_no_link(folder / "data.mdb")  # LMDB opens by name, and would follow; it makes its lock file anew
         _check_whole(folder / "data.mdb")
         index = cls._open(folder, slots, map_bytes)
         try:
@@ -169,6 +173,9 @@ class Index:
             env = _environment(folder, max(map_bytes or likely_bytes, on_disk))
             return cls(folder, env, map_bytes_max=likely_bytes * 16)
         except lmdb.Error as error:
+            for number in LACKING:
+                if str(error).endswith(os.strerror(number)):  # all that lmdb keeps of it
+                    raise MediumError(number, f"opening the index {folder}") from error
             raise DamagedIndexError(str(error)) from error
 
     # --- reading: the main thread ---------------------------------------------------------------------------
@@ -430,7 +437,11 @@ def _environment(folder: Path, map_bytes: int) -> lmdb.Environment:
     """The environment in `folder`, opened. lmdb.Error, OSError."""
     # The card's own lock says that nobody else has this environment open, so that a lock file can only be a
     # dead process's, perhaps of another pid namespace: its readers are stale, its mutex of no use.
-    (folder / "lock.mdb").unlink(missing_ok=True)
+    lock_file = folder / "lock.mdb"
+    lock_file.unlink(missing_ok=True)
+    # LMDB maps it, and a page that a full file system does not give would end the process (SIGBUS): taken ahead.
+    with open(open_private(lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:  # noqa: PTH123  a descriptor
+        file.write(bytes(LOCK_BYTES))
     return lmdb.open(
         str(folder),
         map_size=map_bytes,
@@ -493,6 +504,8 @@ def _check_whole(data_file: Path) -> None:
     except FileNotFoundError as error:
         raise DamagedIndexError("it is missing") from error
     except OSError as error:
+        if error.errno in LACKING:
+            raise MediumError.of(error, f"reading the index {data_file}") from error
         raise DamagedIndexError(f"it cannot be read ({error.strerror})") from error
     if len(second) < 256 or _META.unpack_from(second)[0] != _META_MAGIC:
         raise DamagedIndexError("its second page is damaged")

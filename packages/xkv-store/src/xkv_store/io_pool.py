@@ -60,13 +60,14 @@ class _Queues:
         return {Lane.LOAD: self.loads, Lane.STORE: self.stores, Lane.PROOF: self.proofs}[lane]
 
     def choose(self, stores_running_max: int) -> Job | None:
-        """The next job: a load, unless a store has waited long enough; stores never fill all threads.
+        """The next job: a load, unless a store has waited long enough; stores and proofs never fill all threads.
 
         A proof comes when nothing else can, or has waited long enough itself.
         """
-        proof_may_go = bool(self.proofs) and self.proofs_running < PROOFS_RUNNING_MAX
+        room = self.stores_running + self.proofs_running < stores_running_max
+        proof_may_go = bool(self.proofs) and room and self.proofs_running < PROOFS_RUNNING_MAX
         if not (proof_may_go and self.others_in_a_row >= OTHERS_IN_A_ROW_MAX):
-            job = self._choose_other(stores_running_max)
+            job = self._choose_other(store_may_go=bool(self.stores) and room)
             if job is not None or not proof_may_go:
                 self.others_in_a_row += job is not None
                 return job
@@ -74,8 +75,7 @@ class _Queues:
         self.proofs_running += 1
         return self.proofs.popleft()
 
-    def _choose_other(self, stores_running_max: int) -> Job | None:
-        store_may_go = bool(self.stores) and self.stores_running < stores_running_max
+    def _choose_other(self, *, store_may_go: bool) -> Job | None:
         if self.loads and not (store_may_go and self.loads_in_a_row >= LOADS_IN_A_ROW_MAX):
             self.loads_in_a_row += 1
             return self.loads.popleft()
@@ -86,16 +86,16 @@ class _Queues:
         return None
 
     def ended(self, lane: Lane) -> bool:
-        """A job of this lane has ended; whether another of it, held back until now, may go."""
+        """A job of this lane has ended; whether another, held back until now, may go."""
         self.stores_running -= lane is Lane.STORE
         self.proofs_running -= lane is Lane.PROOF
-        return lane is not Lane.LOAD and bool(self.of(lane))
+        return lane is not Lane.LOAD and bool(self.stores or self.proofs)
 
 
 class IoPool:
     """Threads that run jobs; `fileno()` becomes readable when `finished_jobs()` has something.
 
-    With more than one thread, one is always left for loads, so that a load never waits for a store to end.
+    With more than one thread, one is always left for loads, so that a load never waits for a store (or a proof) to end.
     """
 
     def __init__(self, threads: int) -> None:

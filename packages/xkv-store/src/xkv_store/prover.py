@@ -100,6 +100,11 @@ class Prover:
         self._pieces: dict[Job, _Piece] = {}  # an ended run's last one may still be among them
         self.counters: Counter[str] = Counter()
 
+    @property
+    def running(self) -> bool:
+        """Whether there is a run."""
+        return self._run is not None
+
     # --- who listens -------------------------------------------------------------------------------------
 
     def begin(self, listener: Listener, ask: int, *, drop: bool) -> None:

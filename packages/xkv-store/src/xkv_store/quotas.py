@@ -157,10 +157,10 @@ class Accounts:
                     lacking.append(account)
         return lacking
 
-    def status(self) -> list[dict[str, object]]:
-        """For people: the largest first."""
+    def status(self) -> dict[str, object]:
+        """For people: the largest first, and how many are not shown."""
         largest = sorted(self._accounts.values(), key=lambda account: -account.held)[:ACCOUNTS_SHOWN_MAX]
-        return [
+        shown = [
             {
                 "namespace": account.namespace.hex(),
                 "objects": account.objects,
@@ -170,3 +170,4 @@ class Accounts:
             }
             for account in largest
         ]
+        return {"namespaces": shown, "namespaces_left_out": len(self._accounts) - len(shown)}

@@ -35,6 +35,7 @@ BACKLOG: Final = 128
 SOCKET_BUFFER_BYTES: Final = 1 << 20
 """Asked for, both ways (the kernel may grant less): some 16 of the largest messages."""
 FOLDER_MODE: Final = 0o700
+SHARED_FOLDER_MODE: Final = 0o711  # others reach the socket in it, and see or write nothing
 SOCKET_MODE: Final = 0o600
 GROUP_SOCKET_MODE: Final = 0o660
 SHARED_SOCKET_MODE: Final = 0o666
@@ -59,7 +60,7 @@ def prepare_socket_dir(folder: Path, *, shared: bool = False) -> None:
     `shared`: the user opens the gateway to others, who must be able to reach the socket through it.
     """
     try:
-        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        folder.mkdir(mode=SHARED_FOLDER_MODE if shared else FOLDER_MODE, parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"the socket folder {folder} cannot be made ({error.strerror}); name another with xkv.socket_dir "
@@ -96,7 +97,7 @@ def socket_for_port(socket_dir: Path, port: int) -> Path:
 
 def socket_for_card(socket_dir: Path, folder: Path) -> Path:
     """The socket of the gateway that serves the card in `folder`, however the folder is spelt."""
-    digest = xxhash.xxh3_64_hexdigest(os.fsencode(folder.resolve()))
+    digest = xxhash.xxh3_64_hexdigest(os.fsencode(os.path.realpath(folder)))  # of a loop of links, too
     return _checked_length(socket_dir / f"card-{digest}.sock")
 
 
@@ -168,13 +169,14 @@ class Listener:
         `group`: members of that group may connect; `shared`: any user may (the caller checks credentials).
         """
         _checked_length(path)
+        gid = None if group is None else _group_id(group)  # before anything is made
         prepare_socket_dir(path.parent, shared=shared or group is not None)
         lock_fd = _take_lock(path)
         try:
             _remove_stale(path)
             listening = new_socket()
             try:
-                _bind(listening, path, group=group, shared=shared)
+                _bind(listening, path, gid=gid, shared=shared)
             except BaseException:
                 listening.close()
                 raise
@@ -271,17 +273,21 @@ def _remove_stale(path: Path) -> None:
     raise UserError(f"another program listens on {path}; end it, or take another port")
 
 
-def _bind(listening: socket.socket, path: Path, *, group: str | None, shared: bool) -> None:
-    mode = SHARED_SOCKET_MODE if shared else GROUP_SOCKET_MODE if group is not None else SOCKET_MODE
+def _group_id(group: str) -> int:
+    try:
+        return grp.getgrnam(group).gr_gid
+    except (KeyError, ValueError) as error:  # not there, or a NUL in its name
+        raise UserError(f"there is no group {group!r} on this machine; see --socket-group") from error
+
+
+def _bind(listening: socket.socket, path: Path, *, gid: int | None, shared: bool) -> None:
+    mode = SHARED_SOCKET_MODE if shared else GROUP_SOCKET_MODE if gid is not None else SOCKET_MODE
     try:
         listening.bind(str(path))
-        if group is not None:
-            os.chown(path, -1, grp.getgrnam(group).gr_gid)
+        if gid is not None:
+            os.chown(path, -1, gid)
         path.chmod(mode)  # until then nobody can connect: it does not listen yet
         listening.listen(BACKLOG)
-    except KeyError as error:
-        path.unlink(missing_ok=True)
-        raise UserError(f"there is no group {group!r} on this machine; see --socket-group") from error
     except OSError as error:
         raise UserError(f"cannot listen on {path}: {error.strerror}") from error
 

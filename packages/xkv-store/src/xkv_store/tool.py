@@ -39,7 +39,7 @@ class Tool:
         """Attach; raises UserError where no gateway answers or it refuses."""
         self._path = path
         self._asked = 0
-        connection = sockets.connect(path) if path.parent.is_dir() else None
+        connection = sockets.connect(path) if os.path.isdir(path.parent) else None  # noqa: PTH112  never raises
         if connection is None:
             raise UserError(
                 f"no gateway answers on {path}; start one with `xkv gateway run`, or name the right one with "

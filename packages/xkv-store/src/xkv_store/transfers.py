@@ -243,25 +243,22 @@ class Transfers:
 
     def ended(self, job: Job) -> None:
         """The pool has ended this load or store: go on with it."""
-        self._ended(job)
+        work = self._jobs.pop(job)
+        if isinstance(work, _Putting):
+            self._written(work, job.error)
+        else:
+            self._have_read(work, job.error)
 
     def _withdraw(self, wanted: Callable[[_Putting | _Getting], bool]) -> None:
         jobs = self._jobs
         for job in self._pool.withdraw(lambda job: job in jobs and wanted(jobs[job])):
-            self._ended(job)
+            self.ended(job)
 
     def _submit(self, lane: Lane, work: _Putting | _Getting, run: partial[None]) -> None:
         job = Job(lane, run)
         self._jobs[job] = work
         taken = self._pool.submit(job)
         assert taken, "the lane was asked for room on this thread, and only this thread fills it"
-
-    def _ended(self, job: Job) -> None:
-        work = self._jobs.pop(job)
-        if isinstance(work, _Putting):
-            self._written(work, job.error)
-        else:
-            self._have_read(work, job.error)
 
     def _as_medium_error(self, error: Exception | None) -> MediumError | None:
         if error is None or isinstance(error, MediumError):

@@ -1,13 +1,16 @@
 """How hard the tests try that draw their inputs: the same few inputs each time, or many more by chance.
 
-Owns: the environment variable that says so, and what it makes of a test's numbers.
-Must not know: any test, or what draws the inputs.
+Owns: the environment variable that says so, what it makes of a test's numbers, and Hypothesis's settings for fuzzing.
+Must not know: any test.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from hypothesis import settings
 
 ENVIRONMENT_NAME: Final = "XKV_EFFORT"
 """So many times the inputs, with seeds of chance; unset: the inputs of CI, the same each time."""
@@ -32,3 +35,17 @@ def times(examples: int) -> int:
 def repeats() -> bool:
     """Whether the same inputs are to be tried each time."""
     return effort() == 0
+
+
+def chances(examples: int) -> settings:
+    """How a test of bytes draws its inputs: a decorator. It needs Hypothesis, which this package does not bring."""
+    from hypothesis import HealthCheck, Phase, settings  # noqa: PLC0415  nothing else here needs it
+
+    return settings(
+        max_examples=times(examples),
+        derandomize=repeats(),
+        deadline=None,
+        report_multiple_bugs=False,
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),  # explaining takes hundreds of examples more
+        suppress_health_check=list(HealthCheck),
+    )

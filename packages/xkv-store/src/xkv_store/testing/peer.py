@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import select
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from .. import sockets, wire  # noqa: TID252  a test helper inside the package
 from ..ring import Ring  # noqa: TID252
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from ..geometry import Geometry  # noqa: TID252
@@ -168,3 +169,14 @@ class Peer:
         for fd in self.fds:
             os.close(fd)
         self.fds = ()
+
+
+@contextmanager
+def attached(path: Path, *, geometry: Geometry) -> Iterator[Peer]:
+    """A peer of the gateway that listens there, attached for the block."""
+    peer = Peer(path, geometry=geometry)
+    try:
+        peer.attach()
+        yield peer
+    finally:
+        peer.close()

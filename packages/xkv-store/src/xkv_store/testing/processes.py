@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import select
 import signal
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -34,13 +36,26 @@ POINT_S_MAX: Final = 20.0
 POLL_S: Final = 0.005
 PORT: Final = 5557  # names the socket in a folder of the test's own; nothing listens on the network
 
-# Each gateway is forked from a server process that has imported everything: a start takes milliseconds. What
+# Each gateway is forked from a server process that has imported everything: a start takes a tenth of a second. What
 # runs the tests is imported again in each child, so it is imported in the server too.
 _PROCESSES: Final = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload([__name__, "pytest"])
+# The last two are imported when they are first used; what is not there is passed over.
+_PROCESSES.set_forkserver_preload([__name__, "pytest", "lmdb", "typer._adapters"])
 
 
-def _run(words: Sequence[str], points: str, faults: str, output: Connection) -> None:
+def _end_with(owner: int) -> None:
+    """Let this process be killed as soon as the owner's has ended, however that ended."""
+    handle = os.pidfd_open(owner)
+
+    def watch() -> None:
+        select.select([handle], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _run(words: Sequence[str], points: str, faults: str, output: Connection, owner: int) -> None:
+    _end_with(owner)
     os.dup2(output.fileno(), 1)
     os.environ[ENVIRONMENT_NAME] = points
     points_of.look_at_environment()
@@ -61,7 +76,9 @@ class GatewayProcess:
         words = ["gateway", "run", "--json", "--card", str(card), "--socket-dir", str(socket_dir)]
         words += ["--port", str(PORT), *options]
         self._output, output = _PROCESSES.Pipe(duplex=False)
-        self._process = _PROCESSES.Process(target=_run, args=(words, str(points), str(faults or ""), output))
+        self._process = _PROCESSES.Process(
+            target=_run, args=(words, str(points), str(faults or ""), output, os.getpid())
+        )
         self._process.start()
         output.close()
         try:
