@@ -17,7 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from xkv_offload.copy import HostMover, Move, make_mover
+from xkv_offload.copy import HostMover, Move, Mover, RingSlots, make_mover
+from xkv_offload.copy_torch import TorchRows
+from xkv_offload.copy_triton import TritonRows
+from xkv_offload.cuda import CudaDevice
+from xkv_offload.device_copy import DeviceMover
 from xkv_offload.failures import FailureLog, Plan
 from xkv_offload.layout import ObjectLayout, Page, fragment_range
 from xkv_offload.mapping import ChunkPart
@@ -34,11 +38,14 @@ from xkv_store.wire import Role
 POISON = -91
 BLOCKS = 256
 DEADLINE_S = 60.0
+STAGING_BYTES = 1 << 28
+OBJECTS = 5
 CASES = {
     "llama 8B, 16 tokens a block": ([2 * 16 * 8 * 128 * 2] * 32, 0, 16),
     "mla, odd pages": ([64 * 576 * 2] * 27, 0, 4),
     "padded rows": ([40_001, 7, 65_536], 512, 3),
     "one packed tensor": ([1_000_003], 0, 2),
+    "small pages": ([4_096] * 12, 64, 8),
 }
 
 
@@ -55,35 +62,113 @@ def tensors_of(sizes: list[int], padding: int, *, poisoned: bool, seed: int = 0)
     return made
 
 
-def check_mover(sizes: list[int], padding: int, bpc: int) -> None:
-    """Gather must equal the host path's slots; scatter must change the asked rows' pages alone."""
+def mover_for(tensors: list[torch.Tensor], layout: ObjectLayout, kernel: str) -> Mover:
+    """A mover as an engine has it, or one that copies rows with torch alone."""
+    made = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
+    assert isinstance(made, DeviceMover)
+    assert isinstance(made._rows, TritonRows), "Triton's kernel was not chosen"  # noqa: SLF001 - what is checked
+    if kernel == "torch":
+        made._rows = TorchRows(tensors)  # noqa: SLF001 - as above
+    return made
+
+
+def copy_all(mover: Mover, moves: list[Move], *, gather: bool) -> None:
+    """Start all, wait for all."""
+    ends: list[Exception | None] = []
+    start = mover.start_gather if gather else mover.start_scatter
+    for move in moves:
+        start(move, mover.ready_mark(), ends.append)
+    while mover.advance():
+        pass
+    assert ends == [None] * len(moves), ends
+
+
+def check_mover(sizes: list[int], padding: int, bpc: int, kernel: str) -> None:
+    """Gather must equal the host path's payloads; scatter must change the asked rows' pages alone."""
     layout = ObjectLayout(bpc, tuple(Page(number, size) for number, size in enumerate(sizes)))
     source = tensors_of(sizes, padding, poisoned=False)
     host = [tensor.cpu().numpy().view(np.uint8) for tensor in source]
-    blocks = tuple(np.random.default_rng(1).permutation(BLOCKS)[:bpc].tolist())
+    chosen = np.random.default_rng(1).permutation(BLOCKS)[: OBJECTS * bpc].reshape(OBJECTS, bpc)
     count = len(fragment_range(first_byte=0, length=layout.chunk_bytes, fragment_bytes=FRAGMENT_BYTES))
-    slots = [np.full((count, SLOT_BYTES), 0xA5, np.uint8) for _ in range(2)]
-    mover = make_mover(tensors=source, staging_bytes=1 << 28, layouts=[layout])
-    part = ChunkPart(0, 0, 0, blocks)
-    mover.after(mover.ready_mark())
-    mover.gather(Move(part, layout, list(slots[0]), 0, 0))
-    HostMover(host).gather(Move(part, layout, list(slots[1]), 0, 0))
-    assert (slots[0] == slots[1]).all(), "gather differs from the host path"
+    rings = [np.full((OBJECTS * count, SLOT_BYTES), 0xA5, np.uint8) for _ in range(2)]
+    mover = mover_for(source, layout, kernel)
+    mover.use_ring(rings[0], [range(OBJECTS * count)])
+    moves = [
+        Move(ChunkPart(0, 0, 0, tuple(blocks.tolist())), layout, RingSlots(rings[0], slots), 0, 0)
+        for blocks, slots in zip(chosen, np.arange(OBJECTS * count).reshape(OBJECTS, count).tolist(), strict=True)
+    ]
+    copy_all(mover, moves, gather=True)
+    mover.close()
+    for number, move in enumerate(moves):
+        slots = rings[1][number * count : (number + 1) * count]
+        HostMover(host).gather(Move(move.part, layout, list(slots), 0, 0))
+    payload = np.ones((count, SLOT_BYTES), bool)
+    payload[:, :HEADER_BYTES] = False
+    payload[-1, HEADER_BYTES + layout.chunk_bytes - (count - 1) * FRAGMENT_BYTES :] = False
+    where = np.tile(payload, (OBJECTS, 1))
+    assert (rings[0][where] == rings[1][where]).all(), "gather differs from the host path"
+    check_scatter(sizes, padding, layout=layout, ring=rings[0], count=count, kernel=kernel)
+
+
+def check_scatter(sizes: list[int], padding: int, *, layout: ObjectLayout, ring: Any, count: int, kernel: str) -> None:
+    """The second half of a chunk, into poisoned tensors."""
     target = tensors_of(sizes, padding, poisoned=True)
     expected = [tensor.cpu().numpy().view(np.uint8).copy() for tensor in target]
-    into = make_mover(tensors=target, staging_bytes=1 << 28, layouts=[layout])
-    first = bpc // 2
-    tail = ChunkPart(0, 0, first, tuple(range(3, 3 + bpc - first)))
+    first = layout.blocks_per_chunk // 2
+    blocks = layout.blocks_per_chunk - first
     needed = fragment_range(
-        first_byte=first * layout.block_bytes,
-        length=(bpc - first) * layout.block_bytes,
-        fragment_bytes=FRAGMENT_BYTES,
+        first_byte=first * layout.block_bytes, length=blocks * layout.block_bytes, fragment_bytes=FRAGMENT_BYTES
     )
-    move = Move(tail, layout, list(slots[0][needed.start : needed.stop]), needed.start, 0)
-    into.scatter(move)
-    HostMover(expected).scatter(move)
+    mover = mover_for(target, layout, kernel)
+    mover.use_ring(ring, [range(len(ring))])
+    moves = [
+        Move(
+            ChunkPart(0, 0, first, tuple(range(3 + number * blocks, 3 + (number + 1) * blocks))),
+            layout,
+            RingSlots(ring, range(number * count + needed.start, number * count + needed.stop)),
+            needed.start,
+            0,
+        )
+        for number in range(OBJECTS)
+    ]
+    copy_all(mover, moves, gather=False)
+    mover.close()
+    for move in moves:
+        HostMover(expected).scatter(move)
     for got, wanted in zip(target, expected, strict=True):
         assert (got.cpu().numpy().view(np.uint8) == wanted).all(), "scatter differs from the host path"
+
+
+def check_refusal() -> None:
+    """A ring that CUDA does not register: a warning, no error left behind, and the bytes arrive all the same."""
+    sizes, bpc = [65_536] * 4, 4
+    layout = ObjectLayout(bpc, tuple(Page(number, size) for number, size in enumerate(sizes)))
+    source = tensors_of(sizes, 0, poisoned=False)
+    count = len(fragment_range(first_byte=0, length=layout.chunk_bytes, fragment_bytes=FRAGMENT_BYTES))
+    ring = np.full((count, SLOT_BYTES), 0xA5, np.uint8)
+    first = CudaDevice(source[0].device)
+    first.register([ring])
+    for name in ("is registered already", "is not registered"):
+        mover = mover_for(source, layout, "triton")
+        mover.use_ring(ring, [range(count)])
+        if name == "is not registered":
+            mover.close()
+        target = tensors_of(sizes, 0, poisoned=True)
+        copy_all(
+            mover, [Move(ChunkPart(0, 0, 0, (5, 6, 7, 8)), layout, RingSlots(ring, range(count)), 0, 0)], gather=True
+        )
+        into = mover_for(target, layout, "triton")
+        assert isinstance(into, DeviceMover)
+        into._ring = first.host_bytes(ring)  # noqa: SLF001 - it is not to be registered
+        copy_all(
+            into, [Move(ChunkPart(0, 0, 0, (1, 2, 3, 4)), layout, RingSlots(ring, range(count)), 0, 0)], gather=False
+        )
+        for got, wanted in zip(target, source, strict=True):
+            assert torch.equal(got[1:5], wanted[5:9]), name
+            assert (got[5:] == POISON).all(), name
+        print(f"same bytes: a ring that {name}")
+        ring[:] = 0xA5
+        first.unregister()
 
 
 def check_jobs(folder: Path) -> dict[str, float]:
@@ -112,21 +197,7 @@ def check_jobs(folder: Path) -> dict[str, float]:
                     embedded=None,
                 )
             )
-            context = RankContext(
-                client=client,
-                rank=0,
-                object_rank=0,
-                writes=True,
-                blocks_per_chunk=bpc,
-                fragment_bytes=FRAGMENT_BYTES,
-                layouts=[layout],
-                lone_last_block=[False],
-                positions={0: 0},
-                mover=make_mover(tensors=tensors, staging_bytes=1 << 28, layouts=[layout]),
-                load_timeout_s=DEADLINE_S,
-                failure_plan=Plan("block_errors", ""),
-                failures=FailureLog(),
-            )
+            context = rank_context(client, tensors, layout, bpc)
             worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
             figures[f"{name}_gb_per_s"] = run_job(worker, name, chunks, bpc)
             assert not context.failures.take(), "a load failed"
@@ -137,6 +208,27 @@ def check_jobs(folder: Path) -> dict[str, float]:
         assert (got[0] == POISON).all(), "block 0 was written"
         assert (got[rows.stop :] == POISON).all(), "a block that nobody asked for was written"
     return figures
+
+
+def rank_context(client: Client, tensors: list[torch.Tensor], layout: ObjectLayout, bpc: int) -> RankContext:
+    """One rank, its ring registered."""
+    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
+    mover.use_ring(client.ring.array, [range(client.ring.slots)])
+    return RankContext(
+        client=client,
+        rank=0,
+        object_rank=0,
+        writes=True,
+        blocks_per_chunk=bpc,
+        fragment_bytes=FRAGMENT_BYTES,
+        layouts=[layout],
+        lone_last_block=[False],
+        positions={0: 0},
+        mover=mover,
+        load_timeout_s=DEADLINE_S,
+        failure_plan=Plan("block_errors", ""),
+        failures=FailureLog(),
+    )
 
 
 def run_job(worker: XkvWorker, name: str, chunks: int, bpc: int) -> float:
@@ -165,8 +257,10 @@ def run_job(worker: XkvWorker, name: str, chunks: int, bpc: int) -> float:
 def main() -> None:
     """All cases, then the jobs."""
     for name, (sizes, padding, bpc) in CASES.items():
-        check_mover(sizes, padding, bpc)
-        print("same bytes:", name)
+        for kernel in ("triton", "torch"):
+            check_mover(sizes, padding, bpc, kernel)
+            print(f"same bytes: {name} ({kernel})")
+    check_refusal()
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as folder:
         figures = check_jobs(Path(folder))
     print(json.dumps({"device": torch.cuda.get_device_name(), **{k: round(v, 3) for k, v in figures.items()}}))

@@ -43,18 +43,19 @@ def phase(folder: Path, name: str) -> dict[str, Any]:
     """One engine in this process: `store` asks twice (cold, GPU hit), `restore` once, `canary` with zeroed pages."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - only the children load vLLM
 
-    from xkv_offload import copy  # noqa: PLC0415 - as above
+    from xkv_offload.copy import End, Move  # noqa: PLC0415 - as above
+    from xkv_offload.device_copy import DeviceMover  # noqa: PLC0415 - as above
     from xkv_offload.metrics import PROCESS_COUNTERS  # noqa: PLC0415 - as above
 
     if name == "canary":
-        genuine = copy.DeviceMover.scatter
+        genuine = DeviceMover.start_scatter
 
-        def zeroed(self: copy.DeviceMover, move: copy.Move) -> None:
+        def zeroed(self: DeviceMover, move: Move, mark: object, end: End) -> None:
             for slot in move.slots:
                 slot[:] = 0
-            genuine(self, move)
+            genuine(self, move, mark, end)
 
-        copy.DeviceMover.scatter = zeroed  # type: ignore[method-assign]
+        DeviceMover.start_scatter = zeroed  # type: ignore[method-assign]
     extra = {
         "spec_name": "XkvOffloadingSpec",
         "spec_module_path": "xkv_offload",

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xkv_store.errors import CorruptObject
-from xkv_store.fragment import Identity, filled, pieces, prove, seal
+from xkv_store.fragment import Identity, ObjectSlots, filled, pieces, prove, seal
 from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.layout import Extent
 
@@ -84,3 +84,38 @@ def test_only_the_last_slot_is_shorter() -> None:
     sizes = [len(view) for view in filled(slots, IDENTITY.length, GEOMETRY, 0)]
     assert sizes[:-1] == [8_192] * (FRAGMENTS - 1)
     assert sizes[-1] == GEOMETRY.slot_fill_bytes(IDENTITY.length, FRAGMENTS - 1) < 8_192
+
+
+def unsealed() -> memoryview:
+    slot = memoryview(bytearray(b"\xee" * 8_192))
+    slot[HEADER_BYTES:] = bytes(range(256)) * 28
+    return slot
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, FRAGMENTS), (0, 1), (1, FRAGMENTS - 1), (FRAGMENTS - 1, 1)])
+def test_an_objects_slots_are_sealed_as_one_by_one(first: int, count: int) -> None:
+    own = ObjectSlots(IDENTITY, GEOMETRY)
+    for _ in range(2):
+        slots = own.seal([unsealed() for _ in range(count)], first)
+        assert slots == [sealed(fragment) for fragment in range(first, first + count)]
+        own.prove(slots, first)
+
+
+@given(st.integers(0, FRAGMENTS - 1), st.data(), st.integers(1, 255))
+def test_any_changed_byte_is_noticed_among_an_objects_slots(fragment: int, data: st.DataObject, change: int) -> None:
+    own = ObjectSlots(IDENTITY, GEOMETRY)
+    slots = [sealed(number) for number in range(FRAGMENTS)]
+    end = HEADER_BYTES + GEOMETRY.payload_bytes(IDENTITY.length, fragment)
+    slots[fragment][data.draw(st.integers(0, end - 1))] ^= change
+    with pytest.raises(CorruptObject, match=f"fragment {fragment}"):
+        own.prove(slots, 0)
+
+
+def test_swapped_slots_are_noticed() -> None:
+    with pytest.raises(CorruptObject, match="fragment 0"):
+        ObjectSlots(IDENTITY, GEOMETRY).prove([sealed(1), sealed(0)], 0)
+
+
+def test_what_a_header_says_beside_its_identity_is_no_fault() -> None:
+    other_place = Identity(b"u" * 16, b"k" * 40, 7, 17_000, 30, 40)
+    ObjectSlots(IDENTITY, GEOMETRY).prove([sealed(1, other_place)], 1)

@@ -7,7 +7,7 @@ Must not know: tensors, slots, the gateway, vLLM.
 import heapq
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -52,14 +52,19 @@ class CopyQueue:
 
     def push(self, priority: Priority, job_id: int, work: Callable[[], None]) -> bool:
         """Queue `work`; False if the queue is full or closed."""
+        return self.push_all(priority, job_id, [work]) == 1
+
+    def push_all(self, priority: Priority, job_id: int, works: Sequence[Callable[[], None]]) -> int:
+        """Queue `works` in order, as many of them as there is room for; how many. None where it is closed."""
         with self._condition:
-            if self._closed or len(self._work) >= COPY_QUEUE_MAX:
-                return False
-            self._sequence += 1
-            self._work[self._sequence] = (job_id, work)
-            heapq.heappush(self._heap, (priority, self._sequence, job_id))
-            self._condition.notify()
-            return True
+            taken = 0 if self._closed else min(len(works), COPY_QUEUE_MAX - len(self._work))
+            for work in works[:taken]:
+                self._sequence += 1
+                self._work[self._sequence] = (job_id, work)
+                heapq.heappush(self._heap, (priority, self._sequence, job_id))
+            if taken:
+                self._condition.notify()
+            return taken
 
     def hurry(self, job_ids: set[int]) -> None:
         """Let the queued copies of these jobs run before all others, in their order."""
@@ -71,15 +76,22 @@ class CopyQueue:
     def pop(self) -> Callable[[], None] | None:
         """The next copy; blocks; None when the queue has been closed."""
         with self._condition:
-            while True:
-                while self._heap:
-                    _, number, _ = heapq.heappop(self._heap)
-                    entry = self._work.pop(number, None)
-                    if entry is not None:
-                        return entry[1]
-                if self._closed:
-                    return None
+            while (work := self._next()) is None and not self._closed:
                 self._condition.wait()
+            return work
+
+    def pop_now(self) -> Callable[[], None] | None:
+        """The next copy; None where there is none at this moment."""
+        with self._condition:
+            return self._next()
+
+    def _next(self) -> Callable[[], None] | None:
+        while self._heap:
+            _, number, _ = heapq.heappop(self._heap)
+            entry = self._work.pop(number, None)
+            if entry is not None:
+                return entry[1]
+        return None
 
     def close(self) -> None:
         """Let what is queued run, then end."""

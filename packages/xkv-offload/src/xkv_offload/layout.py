@@ -7,7 +7,7 @@ Must not know: torch, vLLM, keys, slots' numbers. Pure.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class ObjectLayout:
 
     blocks_per_chunk: int
     pages: tuple[Page, ...]
+    block_bytes: int = field(init=False, repr=False, compare=False)
+    """Bytes of one sub-block: all pages of the group for one block."""
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one sub-block: all pages of the group for one block."""
-        return sum(page.page_bytes for page in self.pages)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_bytes", sum(page.page_bytes for page in self.pages))
 
     @property
     def chunk_bytes(self) -> int:

@@ -5,6 +5,7 @@ the lease, scatter on the copy thread, deadlines. A failed object is denied befo
 Must not know: vLLM, how a failure is told to it.
 """
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -25,6 +26,8 @@ from .rank import RankContext
 from .stores import ObjectDone
 from .transfer import StagedObject, XkvTransferSpec
 
+logger = logging.getLogger(__name__)
+
 
 class LostSlotsError(Exception):
     """A leased slot holds something else: an error of ours, and no page is served for it."""
@@ -34,14 +37,16 @@ class LostSlotsError(Exception):
 class _Fetch:
     """One object of a load, from its submission to its last byte.
 
-    `base`: the sub-block that the object's bytes are taken to begin with (see `Loads._base`). `share`: how many slots
-    it has of the rank's share. `leased`: where it lies.
+    `base`: the sub-block that the object's bytes are taken to begin with (see `Loads._base`). `mark`: before it, vLLM's
+    own kernels may still write what the pages held for another request. `share`: how many slots it has of the rank's
+    share. `leased`: where it lies.
     """
 
     job: Job
     part: ChunkPart
     key: ObjectKey
     base: int
+    mark: object
     share: int = 0
     leased: Leased | None = None
     settled: bool = False
@@ -60,13 +65,30 @@ class Loads:
         self._feeding = False
 
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Fetch the objects of `parts` in order, as the rank's share has room; copy those that are staged already."""
+        """Fetch the objects of `parts` in order, as the rank's share has room; copy those that are staged already.
+
+        The copy thread does it: vLLM's neither goes through them one by one nor waits for a socket.
+        """
+        begin = partial(self._begin, job, parts, spec, self._context.mover.ready_mark())
+        if not self._queue.push(Priority.LOAD, job.job_id, begin):
+            begin()
+
+    def _begin(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec, mark: object) -> None:
         object_key = self._context.object_key
+        try:
+            found = [
+                _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part), mark)
+                for part in parts
+            ]
+            staged = [spec.staged[fetch.part.key] if spec.staged else () for fetch in found]
+        except Exception:
+            for part in parts:
+                self._done(job, 0, part.blocks)
+            raise
         fetches = []
-        for part in parts:
-            fetch = _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part))
-            if spec.staged and spec.staged[part.key]:
-                self._copy_staged(fetch, spec.staged[part.key][self._context.object_rank])
+        for fetch, own in zip(found, staged, strict=True):
+            if own:
+                self._copy_staged(fetch, own[self._context.object_rank])
             else:
                 fetches.append(fetch)
         if not fetches:
@@ -74,6 +96,8 @@ class Loads:
         with self._lock:
             self._open[job.job_id] = fetches
             self._waiting.extend(fetches)
+            if job.cancelled:  # it was given up before it began
+                self.give_up([job])
         self._feed()
 
     def _copy_staged(self, fetch: _Fetch, own: StagedObject) -> None:
@@ -85,22 +109,31 @@ class Loads:
             self._fail_staged(fetch)
 
     def _scatter_staged(self, fetch: _Fetch, own: StagedObject) -> None:
-        """On the copy thread: copy one object, if it is still there before and after."""
+        """On the copy thread: begin to copy one object, if it is still there; it must be there after that, too."""
         context = self._context
-        layout = context.layouts[fetch.part.group]
-        try:
-            if fetch.job.cancelled or not self._holds(fetch, own, 0):
-                self._fail_staged(fetch)
-                return
-            context.mover.scatter(Move(fetch.part, layout, context.rows(own.slots), 0, fetch.base))
-            is_whole = self._holds(fetch, own, 0)
-        except Exception:
-            self._fail_staged(fetch)
-            raise
-        if not is_whole:
+        if fetch.job.cancelled or not self._holds(fetch, own, 0):
             self._fail_staged(fetch)
             return
-        size = len(fetch.part.blocks) * layout.block_bytes
+        fragments = self._fragments(fetch)
+        move = Move(
+            fetch.part,
+            context.layouts[fetch.part.group],
+            context.slots(own.slots[fragments.start : fragments.stop]),
+            fragments.start,
+            fetch.base,
+        )
+        context.mover.start_scatter(move, fetch.mark, partial(self._staged_scattered, fetch, own))
+
+    def _staged_scattered(self, fetch: _Fetch, own: StagedObject, error: Exception | None) -> None:
+        """On the copy thread: the pages hold what the slots held, if those still are the object's."""
+        _count_error(error)
+        if error is not None or not self._holds(fetch, own, 0):
+            self._fail_staged(fetch)
+            return
+        self._succeed(fetch)
+
+    def _succeed(self, fetch: _Fetch) -> None:
+        size = len(fetch.part.blocks) * self._context.layouts[fetch.part.group].block_bytes
         count("load_objects")
         count("load_bytes", size)
         self._done(fetch.job, size)
@@ -231,35 +264,30 @@ class Loads:
         if is_late:
             self._give_back(fetch)
             return
-        try:
-            is_there = self._copy(fetch)
-        except Exception:
-            self._settle_failed(fetch)
-            self._give_back(fetch)
-            raise
-        if is_there:
-            size = len(fetch.part.blocks) * self._context.layouts[fetch.part.group].block_bytes
-            count("load_objects")
-            count("load_bytes", size)
-            self._forget(fetch)
-            self._done(fetch.job, size)
-            self._give_back(fetch)
-        else:
-            self._again(fetch)
-
-    def _copy(self, fetch: _Fetch) -> bool:
-        """Copy what is leased into the pages; False where the lease has not held until the end."""
         context, leased = self._context, fetch.leased
         assert leased is not None, "it was answered"
-        first_fragment = self._fragments(fetch).start
-        rows = context.rows(leased.slots)
-        context.mover.scatter(Move(fetch.part, context.layouts[fetch.part.group], rows, first_fragment, fetch.base))
-        is_whole = self._holds(fetch, leased, first_fragment)
-        if not context.client.leases.holds(leased):
-            return False
-        if not is_whole:
-            raise LostSlotsError(f"slots {leased.slots} of {fetch.key} are another's, and the lease holds")
-        return True
+        layout = context.layouts[fetch.part.group]
+        move = Move(fetch.part, layout, context.slots(leased.slots), self._fragments(fetch).start, fetch.base)
+        context.mover.start_scatter(move, fetch.mark, partial(self._scattered, fetch, leased))
+
+    def _scattered(self, fetch: _Fetch, leased: Leased, error: Exception | None) -> None:
+        """On the copy thread: the pages hold what the slots held, if the lease has held until now; or never will."""
+        if error is None:
+            is_whole = self._holds(fetch, leased, self._fragments(fetch).start)
+            if not self._context.client.leases.holds(leased):
+                self._again(fetch)
+                return
+            if not is_whole:
+                error = LostSlotsError(f"slots {leased.slots} of {fetch.key} are another's, and the lease holds")
+        try:
+            if error is None:
+                self._forget(fetch)
+                self._succeed(fetch)
+            else:
+                _count_error(error)
+                self._settle_failed(fetch)
+        finally:
+            self._give_back(fetch)
 
     def _again(self, fetch: _Fetch) -> None:
         """Ask once more for what this thread has settled, before all others; the job's deadline bounds how often."""
@@ -299,3 +327,9 @@ class Loads:
         if share:
             self._context.client.lease_budget.give(share)
             self._feed()
+
+
+def _count_error(error: Exception | None) -> None:
+    if error is not None:
+        count("worker_errors")
+        logger.error("Scattering an object failed", exc_info=error)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from xkv_store.client import Client
 from xkv_store.key import ObjectKey, chunk_tag, tag_salt
 
-from .copy import Bytes, Mover
+from .copy import Mover, RingSlots
 from .failures import FailureLog, Plan
 from .layout import ObjectLayout
 from .mapping import MappingError
@@ -51,10 +51,9 @@ class RankContext:
         """The card's key of this rank's object of an offload key."""
         return ObjectKey(namespace, int.from_bytes(key[-4:], "big"), key[:-4], self.object_rank)
 
-    def rows(self, slots: Sequence[int]) -> list[Bytes]:
-        """The ring's slots as rows of bytes."""
-        array = self.client.ring.array
-        return [array[slot] for slot in slots]
+    def slots(self, numbers: Sequence[int]) -> RingSlots:
+        """The ring's slots of these numbers."""
+        return RingSlots(self.client.ring.array, numbers)
 
     def deny(self, key: ObjectKey) -> None:
         """Make the engine's lookups miss what the card holds under `key` now."""

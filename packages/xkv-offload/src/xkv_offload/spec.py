@@ -214,9 +214,15 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             tensors=[tensor.tensor for tensor in kv_caches.tensors],
             staging_bytes=config.staging_bytes,
             layouts=layouts,
+            fragment_bytes=config.fragment_bytes,
         )
         client = Client.attach(
             attachment(view=view, config=config, staged_bytes=staged_bytes, ring_use=use, is_scheduler=False)
+        )
+        ring, own = client.ring, (client.store_region, client.load_region)
+        mover.use_ring(
+            ring.array,
+            [*(range(one.first, one.first + one.count) for one in own), range(ring.slots - staged, ring.slots)],
         )
         client.publish_namespace(described.digest(), described.text())
         logger.info("xkv: rank %d of %d ready in %.2f s", view.rank, view.world_size, time.monotonic() - started)

@@ -5,8 +5,10 @@ An object that finds no slot or no gateway is simply one that the card does not 
 Must not know: vLLM, what becomes of an object after its put but for the answer.
 """
 
+import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -22,12 +24,25 @@ from .metrics import count
 from .rank import RankContext
 from .transfer import XkvTransferSpec
 
+logger = logging.getLogger(__name__)
+
 
 class ObjectDone(Protocol):
     """Called once for each object of a job."""
 
     def __call__(self, job: Job, moved_bytes: int, failed_blocks: Sequence[int] = ()) -> None:
         """`moved_bytes` were copied; the load of `failed_blocks` failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """One object of a store, of `size` bytes; its pages hold them after `mark`."""
+
+    job: Job
+    part: ChunkPart
+    spec: XkvTransferSpec
+    mark: object
+    size: int
 
 
 class Stores:
@@ -43,62 +58,69 @@ class Stores:
     def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
         """Queue the gathering of `parts`, one copy per object, in order."""
         mark = self._context.mover.ready_mark()
-        for part in parts:
-            size = len(part.blocks) * self._context.layouts[part.group].block_bytes
-            self._add_ring_bytes(size)
-            if not self._queue.push(Priority.STORE, job.job_id, partial(self._gather, job, part, spec, mark, size)):
-                self._shed(job, size)
+        objects = [
+            _Object(job, part, spec, mark, len(part.blocks) * self._context.layouts[part.group].block_bytes)
+            for part in parts
+        ]
+        self._add_ring_bytes([stored.size for stored in objects])
+        works = [partial(self._gather, stored) for stored in objects]
+        taken = self._queue.push_all(Priority.STORE, job.job_id, works)
+        for stored in objects[taken:]:
+            self._shed(stored)
 
-    def _gather(self, job: Job, part: ChunkPart, spec: XkvTransferSpec, mark: object, size: int) -> None:
-        """On the copy thread: copy one object into the ring and put it."""
-        context = self._context
-        region = context.client.store_region
-        layout = context.layouts[part.group]
+    def _gather(self, stored: _Object) -> None:
+        """On the copy thread: begin to copy one object into the ring."""
+        context, part = self._context, stored.part
         slots = None
-        if context.client.alive() and not job.cancelled:
-            slots = region.take(len(fragment_range(first_byte=0, length=size, fragment_bytes=context.fragment_bytes)))
+        if context.client.alive() and not stored.job.cancelled:
+            slots = context.client.store_region.take(
+                len(fragment_range(first_byte=0, length=stored.size, fragment_bytes=context.fragment_bytes))
+            )
         if slots is None:
-            self._shed(job, size)
+            self._shed(stored)
             return
-        try:
-            context.mover.after(mark)
-            context.mover.gather(Move(part, layout, context.rows(slots), 0, part.first))
-        except Exception:
-            region.give(slots)
-            self._shed(job, size)
-            raise
-        if job.cancelled:  # the pages may have changed while they were copied
-            region.give(slots)
-            self._shed(job, size)
+        move = Move(part, context.layouts[part.group], context.slots(slots), 0, part.first)
+        context.mover.start_gather(move, stored.mark, partial(self._gathered, stored, slots))
+
+    def _gathered(self, stored: _Object, slots: Sequence[int], error: Exception | None) -> None:
+        """On the copy thread: the object's bytes lie in the ring, or will not."""
+        context, spec, key = self._context, stored.spec, stored.part.key
+        if error is not None:
+            count("worker_errors")
+            logger.error("Gathering an object failed", exc_info=error)
+        if error is not None or stored.job.cancelled:  # the pages may have changed while they were copied
+            context.client.store_region.give(slots)
+            self._shed(stored)
             return
         put = PutObject(
-            key=context.object_key(spec.namespace, spec.keys[part.key]),
-            length=size,
+            key=context.object_key(spec.namespace, spec.keys[key]),
+            length=stored.size,
             slots=slots,
             family=spec.family,
-            position=spec.positions[part.key],
-            replace=spec.replace[part.key],
+            position=spec.positions[key],
+            replace=spec.replace[key],
         )
-        self._done(job, size)
+        self._done(stored.job, stored.size)
         count("store_objects")
-        count("store_bytes", size)
-        context.client.put([put], partial(self._answered, size))
+        count("store_bytes", stored.size)
+        context.client.put([put], partial(self._answered, stored.size))
 
     def _answered(self, size: int, answer: StoredObject) -> None:
         """On the client's thread: the gateway has the object, or not; the slots are free again."""
-        self._add_ring_bytes(size, sign=-1)
+        self._add_ring_bytes([size], sign=-1)
         held = answer.status in (StoreStatus.CONFIRMED, StoreStatus.HELD)
         count("confirmed_objects" if held else "refused_objects")
 
-    def _shed(self, job: Job, size: int) -> None:
-        self._add_ring_bytes(size, sign=-1)
+    def _shed(self, stored: _Object) -> None:
+        self._add_ring_bytes([stored.size], sign=-1)
         count("shed_objects")
         self._context.client.control.add_shed(self._context.rank)
-        self._done(job, 0)
+        self._done(stored.job, 0)
 
-    def _add_ring_bytes(self, size: int, *, sign: int = 1) -> None:
-        """An object of `size` bytes is on its way, or no more: it takes whole slots."""
-        slots = fragment_range(first_byte=0, length=size, fragment_bytes=self._context.fragment_bytes)
+    def _add_ring_bytes(self, sizes: Sequence[int], *, sign: int = 1) -> None:
+        """Objects of these sizes are on their way, or no more: each takes whole slots."""
+        fragment_bytes = self._context.fragment_bytes
+        slots = sum(len(fragment_range(first_byte=0, length=size, fragment_bytes=fragment_bytes)) for size in sizes)
         with self._lock:
-            self._bytes_in_flight += sign * len(slots) * (self._context.fragment_bytes + HEADER_BYTES)
+            self._bytes_in_flight += sign * slots * (fragment_bytes + HEADER_BYTES)
             self._context.client.control.set_store_bytes(self._context.rank, self._bytes_in_flight)

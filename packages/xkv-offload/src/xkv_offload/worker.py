@@ -9,9 +9,10 @@ Must not know: how bytes are ordered in an object (layout), how blocks map to ch
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 from .failures import LoadFailedError
 from .jobs import CopyQueue, Job
@@ -67,9 +68,9 @@ class XkvWorker:
 
     def submit_load(self, job_id: int, src_spec: XkvTransferSpec, dst_spec: Any, expedited: bool = False) -> bool:
         """Begin to load; done or failed within the load's deadline. `expedited` jobs are waited for by vLLM."""
-        blocks = [int(block) for block in dst_spec.block_ids]
+        blocks = _integers(dst_spec.block_ids)
         try:
-            parts = self._load_parts(src_spec, dst_spec)
+            parts = self._load_parts(src_spec, blocks, dst_spec)
             job = self._begin(job_id, is_store=False, objects=len(parts), req_id=src_spec.req_id)
             job.deadline = time.monotonic() + self._context.load_timeout_s
             job.expedited = expedited
@@ -136,6 +137,8 @@ class XkvWorker:
         """End the copies and detach from the gateway."""
         self._queue.close()
         self._thread.join(SHUTDOWN_SECONDS_MAX)
+        if not self._thread.is_alive():
+            self._context.mover.close()
         self._context.client.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
@@ -145,9 +148,9 @@ class XkvWorker:
         try:
             plan = plan_store(
                 key_groups=context.key_groups(spec.keys),
-                block_ids=[int(block) for block in src_spec.block_ids],
-                group_sizes=[int(size) for size in src_spec.group_sizes],
-                block_indices=[int(index) for index in src_spec.block_indices],
+                block_ids=_integers(src_spec.block_ids),
+                group_sizes=_integers(src_spec.group_sizes),
+                block_indices=_integers(src_spec.block_indices),
                 blocks_per_chunk=context.blocks_per_chunk,
                 lone_last_block=context.lone_last_block,
             )
@@ -158,12 +161,12 @@ class XkvWorker:
         count("partial_chunks", len(plan.left_out))
         return tuple(part for part in plan.parts if context.layouts[part.group].block_bytes)
 
-    def _load_parts(self, spec: XkvTransferSpec, dst_spec: Any) -> tuple[ChunkPart, ...]:
+    def _load_parts(self, spec: XkvTransferSpec, blocks: Sequence[int], dst_spec: Any) -> tuple[ChunkPart, ...]:
         return plan_load(
             key_groups=self._context.key_groups(spec.keys),
-            block_ids=[int(block) for block in dst_spec.block_ids],
-            group_sizes=[int(size) for size in dst_spec.group_sizes],
-            block_indices=[int(index) for index in dst_spec.block_indices],
+            block_ids=blocks,
+            group_sizes=_integers(dst_spec.group_sizes),
+            block_indices=_integers(dst_spec.block_indices),
             blocks_per_chunk=self._context.blocks_per_chunk,
         )
 
@@ -236,10 +239,23 @@ class XkvWorker:
         )
 
     def _copy(self) -> None:
-        """The copy thread: a copy that raises has already been answered for by its owner."""
-        for work in iter(partial(self._queue.pop), None):
+        """The copy thread: begins copies as they come, and ends those under way where there is none to begin."""
+        while True:
             try:
+                work = self._queue.pop_now()
+                if work is None:
+                    if self._context.mover.advance():
+                        continue
+                    work = self._queue.pop()
+                    if work is None:
+                        return
                 work()
-            except Exception:  # noqa: PERF203 - one failed copy must not end the thread
+            except Exception:
                 count("worker_errors")
                 logger.exception("A copy failed")
+
+
+def _integers(numbers: Any) -> list[int]:
+    """Python's integers, of an array or a list of any kind."""
+    found: list[int] = np.asarray(numbers, np.int64).tolist()
+    return found

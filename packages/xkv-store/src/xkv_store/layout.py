@@ -140,6 +140,32 @@ def pack_slot_header(into: memoryview, header: SlotHeader) -> None:
     _U64.pack_into(into, _HEADER_SUMMED_BYTES, xxh3_64_intdigest(into[:_HEADER_SUMMED_BYTES]))
 
 
+class SlotHeaders:
+    """The headers of one object's slots: all but a few bytes of them are alike. For one thread."""
+
+    def __init__(self, first: SlotHeader) -> None:
+        """`first`: any of them."""
+        self._count, self._generation, self._length = first.fragments, first.generation, first.length
+        self._bytes = bytearray(HEADER_BYTES)
+        self._summed = memoryview(self._bytes)[:_HEADER_SUMMED_BYTES]
+        pack_slot_header(memoryview(self._bytes), first)
+
+    def of(self, fragment: int, payload_bytes: int, payload_checksum: int) -> bytes:
+        """The whole header of one fragment."""
+        _HEADER_NUMBERS.pack_into(
+            self._bytes,
+            _HEADER_NUMBERS_AT,
+            fragment,
+            self._count,
+            payload_bytes,
+            self._generation,
+            self._length,
+            payload_checksum,
+        )
+        _U64.pack_into(self._bytes, _HEADER_SUMMED_BYTES, xxh3_64_intdigest(self._summed))
+        return bytes(self._bytes)
+
+
 def parse_slot_header(data: Buffer) -> SlotHeader:
     """The header in the first 1,024 bytes of `data`; its own checksum is verified, the payload's is not."""
     view = memoryview(data)
@@ -181,6 +207,8 @@ def parse_slot_header(data: Buffer) -> SlotHeader:
 
 
 _HEADER_FRONT = struct.Struct("<8sHBBIIIQQQ")
+_HEADER_NUMBERS = struct.Struct("<IIIQQQ")  # the end of _HEADER_FRONT
+_HEADER_NUMBERS_AT = _HEADER_FRONT.size - _HEADER_NUMBERS.size
 _HEADER_BACK = struct.Struct("<16s64sQI")
 
 

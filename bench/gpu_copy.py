@@ -1,0 +1,496 @@
+"""What moves between GPU, ring and card, against what the machine can do, in one run of a few minutes on one GPU.
+
+Owns: the figures of docs/performance.md that need a GPU and no vLLM: ceilings, kernels, copies, jobs, submits.
+Must not know: vLLM.
+
+    python bench/gpu_copy.py [--json FILE] [--memory /dev/shm] [--disk FOLDER]
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpu_check import CASES, STAGING_BYTES, check_mover, check_refusal, rank_context
+from xkv_offload.copy import Move, Mover, RingSlots, make_mover
+from xkv_offload.copy_triton import TritonRows
+from xkv_offload.cuda import CudaDevice
+from xkv_offload.device_copy import DeviceMover
+from xkv_offload.layout import ObjectLayout, Page
+from xkv_offload.mapping import ChunkPart
+from xkv_offload.metrics import PROCESS_COUNTERS
+from xkv_offload.rows import ROW_BYTES_MAX, TensorPlace, WavePlan, make_piece, make_table, unit_bytes
+from xkv_offload.staging_area import WORD_BYTES, Division, make_slots
+from xkv_offload.transfer import XkvTransferSpec
+from xkv_offload.worker import XkvWorker
+from xkv_store.client import Attachment, Client
+from xkv_store.geometry import FRAGMENT_BYTES, HEADER_BYTES, SLOT_BYTES, Geometry
+from xkv_store.ring import Ring
+from xkv_store.sockets import socket_for_port
+from xkv_store.testing.processes import PORT
+from xkv_store.wire import Role
+
+GB = 1e9
+MIB = 1 << 20
+JOB_BYTES = 1_000_000_000
+KV_BYTES = 3 << 30
+REPEATS = 7
+KERNEL_PAGES = {
+    "4 KiB": 4_096,
+    "16 KiB": 16_384,
+    "64 KiB": 65_536,
+    "72 KiB (MLA)": 73_728,
+    "1 MiB": MIB,
+    "65,537 B": 65_537,
+}
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Figures:
+    """What was measured, and the lines of the table."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    lines: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, key: str, what: str, value: float, text: str) -> None:
+        """Keep a figure and show it."""
+        self.values[key] = value
+        self.lines.append((what, text))
+        print(f"{what:<64} {text}", flush=True)
+
+
+def seconds_on_gpu(work: Callable[[], None], repeats: int = REPEATS) -> float:
+    """The median of some runs, by events, after one to warm up."""
+    work()
+    taken = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        taken.append(begin.elapsed_time(end) / 1_000)
+    return float(statistics.median(taken))
+
+
+# --- ceilings ---------------------------------------------------------------------------------------------
+
+
+def ceilings(figures: Figures, ring: Any) -> None:
+    """Device to device (bytes copied, so half the traffic); the registered ring in copies of some sizes, one by one."""
+    source = torch.randint(-128, 127, (2 << 30,), dtype=torch.int8, device="cuda")
+    target = torch.empty_like(source)
+    rate = len(source) / seconds_on_gpu(lambda: target.copy_(source)) / GB
+    figures.add("d2d", "device to device, 2 GiB", rate, f"{rate:,.0f} GB/s")
+    for size, pitch in (
+        (256 * MIB, 256 * MIB),
+        (32 * MIB, 32 * MIB),
+        (8 * MIB, 33 * SLOT_BYTES),
+        (2 * MIB, 9 * SLOT_BYTES),
+    ):
+        count = JOB_BYTES // size + 1
+        places = [slice(number * pitch, number * pitch + size) for number in range(count)]
+
+        def out(places: Sequence[slice] = places) -> None:
+            for place in places:
+                ring[place].copy_(source[place], non_blocking=True)
+
+        def back(places: Sequence[slice] = places) -> None:
+            for place in places:
+                target[place].copy_(ring[place], non_blocking=True)
+
+        for name, key, work in (("device to ring", "out", out), ("ring to device", "back", back)):
+            rate = count * size / seconds_on_gpu(work) / GB
+            figures.add(f"{key}_{size // MIB}m", f"{name}, copies of {size // MIB} MiB", rate, f"{rate:.1f} GB/s")
+
+
+# --- kernels ----------------------------------------------------------------------------------------------
+
+
+def tensors_for(page_bytes: int, layers: int) -> list[torch.Tensor]:
+    """KV tensors of random bytes, KV_BYTES in all."""
+    blocks = KV_BYTES // (page_bytes * layers)
+    return [torch.randint(-128, 127, (blocks, page_bytes), dtype=torch.int8, device="cuda") for _ in range(layers)]
+
+
+def kernels(figures: Figures, page_bytes: int, name: str, wave_bytes: int) -> None:
+    """Waves of whole objects, scattered blocks, many staging slots (more than the L2 holds), as one CUDA graph."""
+    layers = 16 if page_bytes < MIB else 4
+    tensors = tensors_for(page_bytes, layers)
+    bpc = max(1, 2 * MIB // (page_bytes * layers))
+    layout = ObjectLayout(bpc, tuple(Page(number, page_bytes) for number in range(layers)))
+    places = [TensorPlace(tensor.data_ptr(), tensor.stride(0)) for tensor in tensors]
+    device = CudaDevice(tensors[0].device)
+    fragments = Geometry(SLOT_BYTES).fragments(layout.chunk_bytes)
+    objects = max(1, wave_bytes // (fragments * SLOT_BYTES))
+    plan_bytes = 8 * MIB
+    slots_wanted = max(2, 512 * MIB // wave_bytes // 2)
+    division = Division(slots_wanted, plan_bytes + objects * fragments * SLOT_BYTES, plan_bytes, objects * fragments)
+    slots = make_slots(device, division=division, slot_bytes=SLOT_BYTES)[0]
+    unit = unit_bytes(layouts=[layout], tensors=places, fragment_bytes=FRAGMENT_BYTES)
+    rows = TritonRows(unit_bytes=unit, largest_page_bytes=page_bytes)
+    table = make_table(
+        layout=layout, base_sub_block=0, tensors=places, fragment_bytes=FRAGMENT_BYTES, row_bytes=ROW_BYTES_MAX
+    )
+    chosen = np.random.default_rng(0).permutation(len(tensors[0]))[: len(slots) * objects * bpc]
+    for into_pages, key in ((False, "gather"), (True, "scatter")):
+        launches = []
+        for number, slot in enumerate(slots):
+            plan = WavePlan(words_max=plan_bytes // WORD_BYTES)
+            for index in range(objects):
+                at = (number * objects + index) * bpc
+                part = ChunkPart(0, 0, 0, tuple(chosen[at : at + bpc].tolist()))
+                move = Move(part, layout, (), 0, 0)
+                assert plan.add(make_piece(move, table, first=0, fragments=fragments, staged=index * fragments))
+            upload, launch = rows.prepare(plan, slot, into_pages=into_pages)
+            upload()
+            launches.append(launch)
+        launches[0]()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for launch in launches:
+                launch()
+        moved = len(slots) * objects * layout.chunk_bytes
+        rate = moved / seconds_on_gpu(graph.replay) / GB
+        ratio = rate / figures.values["d2d"]
+        what = f"{key}, pages of {name}, waves of {wave_bytes // MIB} MiB"
+        figures.add(
+            f"{key}_{page_bytes}_{wave_bytes // MIB}m",
+            what,
+            ratio,
+            f"{ratio:.2f} of device to device ({rate:,.0f} GB/s)",
+        )
+
+
+# --- copies between GPU and ring --------------------------------------------------------------------------
+
+
+def moves_of(ring: Any, layout: ObjectLayout, job_bytes: int, blocks: int) -> list[Move]:
+    """Objects that fill a job, each in slots that are neighbours, its blocks anywhere."""
+    fragments = Geometry(SLOT_BYTES).fragments(layout.chunk_bytes)
+    chosen = np.random.default_rng(0).permutation(blocks)
+    bpc = layout.blocks_per_chunk
+    return [
+        Move(
+            ChunkPart(0, 0, 0, tuple(chosen[number * bpc : (number + 1) * bpc].tolist())),
+            layout,
+            RingSlots(ring, list(range(number * fragments, (number + 1) * fragments))),
+            0,
+            0,
+        )
+        for number in range(job_bytes // layout.chunk_bytes)
+    ]
+
+
+def copy_job(mover: Mover, moves: Sequence[Move], *, gather: bool) -> float:
+    """Seconds from the first start to the last end."""
+    ends: list[Exception | None] = []
+    start = mover.start_gather if gather else mover.start_scatter
+    began = time.perf_counter()
+    mark = mover.ready_mark()
+    for move in moves:
+        start(move, mark, ends.append)
+    while mover.advance():
+        pass
+    taken = time.perf_counter() - began
+    assert ends == [None] * len(moves), ends
+    return taken
+
+
+def copies(figures: Figures, ring: Ring, object_bytes: int, page_bytes: int) -> None:
+    """Jobs of 1 GB through a mover as an engine has it, against the pinned copies of this run."""
+    layers = 32
+    bpc = object_bytes // (page_bytes * layers)
+    tensors = tensors_for(page_bytes, layers)
+    layout = ObjectLayout(bpc, tuple(Page(number, page_bytes) for number in range(layers)))
+    before = torch.cuda.memory_allocated()
+    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
+    beside = torch.cuda.memory_allocated() - before - STAGING_BYTES
+    figures.values["memory_beside_staging"] = max(beside, figures.values.get("memory_beside_staging", 0))
+    assert isinstance(mover, DeviceMover)
+    mover._ring = CudaDevice(tensors[0].device).host_bytes(ring.array)  # noqa: SLF001 - it is registered already
+    moves = moves_of(ring.array, layout, JOB_BYTES, len(tensors[0]))
+    moved = len(moves) * layout.chunk_bytes
+    for gather, key, name in ((True, "out", "GPU to ring"), (False, "back", "ring to GPU")):
+        copy_job(mover, moves, gather=gather)
+        taken = statistics.median(copy_job(mover, moves, gather=gather) for _ in range(REPEATS))
+        rate = moved / taken / GB
+        ratio = rate / figures.values[f"{key}_256m"]
+        what = f"{name}, objects of {object_bytes / MIB:g} MiB, pages of {page_bytes // 1024} KiB"
+        figures.add(
+            f"job_{key}_{object_bytes >> 10}k_{page_bytes}", what, ratio, f"{ratio:.3f} of pinned ({rate:.1f} GB/s)"
+        )
+
+
+# --- whole jobs -------------------------------------------------------------------------------------------
+
+
+def attached(folder: Path, engine: str, ring_bytes: int) -> Client:
+    """One rank of an engine of its own."""
+    return Client.attach(
+        Attachment(
+            socket=socket_for_port(folder / "sockets", PORT),
+            engine_id=engine,
+            role=Role.RANK,
+            rank=0,
+            world_size=1,
+            ring_bytes=ring_bytes,
+            load_reserve_bytes=ring_bytes // 2,
+            staged_bytes=0,
+            fragment_bytes=SLOT_BYTES - HEADER_BYTES,
+            connect_timeout_ms=20_000,
+            heartbeat_timeout_ms=3_000,
+            embedded=None,
+        )
+    )
+
+
+@contextmanager
+def gateway_process(folder: Path, options: Sequence[str]) -> Iterator[None]:
+    """A gateway as it is started in earnest (the tests' own looks for points at which to stop)."""
+    start = "import sys; from xkv_store import cli; sys.exit(cli.main(sys.argv[1:]))"
+    words = ["gateway", "run", "--json", "--card", str(folder / "card"), "--socket-dir", str(folder / "sockets")]
+    words += ["--port", str(PORT), "--capacity", "6GiB", *options]
+    process = subprocess.Popen([sys.executable, "-c", start, *words], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert "ready" in json.loads(process.stdout.readline())
+        yield
+    finally:
+        process.terminate()
+        process.wait(DEADLINE_S)
+
+
+def blocks_of(first: int, count: int) -> Any:
+    return SimpleNamespace(
+        block_ids=np.arange(first, first + count, dtype=np.int32), group_sizes=[count], block_indices=[0]
+    )
+
+
+def spec_of(number: int, chunks: int) -> XkvTransferSpec:
+    random = np.random.default_rng(number)
+    keys = tuple(random.bytes(32) + bytes(4) for _ in range(chunks))
+    return XkvTransferSpec(
+        namespace=b"g" * 16, keys=keys, req_id="r", positions=tuple(range(chunks)), replace=(False,) * chunks
+    )
+
+
+def until(worker: XkvWorker, jobs: set[int]) -> float:
+    """Poll as vLLM does, until these jobs are reported; when."""
+    end = time.monotonic() + DEADLINE_S
+    while jobs:
+        assert time.monotonic() < end, PROCESS_COUNTERS
+        jobs -= {result.job_id for result in worker.get_finished()}
+        time.sleep(0.000_2)
+    return time.perf_counter()
+
+
+def whole_jobs(figures: Figures, folder: Path, where: str, options: Sequence[str]) -> None:
+    """1 GB of the 8B shape (objects of 33.6 MB): stored until reported and until confirmed, then loaded."""
+    sizes, _, bpc = CASES["llama 8B, 16 tokens a block"]
+    layout = ObjectLayout(bpc, tuple(Page(number, size) for number, size in enumerate(sizes)))
+    tensors = tensors_for(sizes[0], len(sizes))
+    chunks = JOB_BYTES // layout.chunk_bytes
+    moved = chunks * layout.chunk_bytes
+    with gateway_process(folder, options):
+        context = rank_context(attached(folder, "one", 4 << 30), tensors, layout, bpc)
+        worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
+        left: list[float] = []
+        confirmed: list[float] = []
+        loaded: list[float] = []
+        for run in range(4):
+            before = PROCESS_COUNTERS["confirmed_objects"]
+            began = time.perf_counter()
+            worker.submit_store(2 * run, blocks_of(1, chunks * bpc), spec_of(run, chunks))
+            left.append(until(worker, {2 * run}) - began)
+            while PROCESS_COUNTERS["confirmed_objects"] < before + chunks:
+                assert time.perf_counter() - began < DEADLINE_S, PROCESS_COUNTERS
+                time.sleep(0.000_2)
+            confirmed.append(time.perf_counter() - began)
+            began = time.perf_counter()
+            worker.submit_load(2 * run + 1, spec_of(run, chunks), blocks_of(1 + chunks * bpc, chunks * bpc))
+            loaded.append(until(worker, {2 * run + 1}) - began)
+            assert not context.failures.take(), PROCESS_COUNTERS
+        for tensor in tensors:
+            assert torch.equal(tensor[1 : 1 + chunks * bpc], tensor[1 + chunks * bpc : 1 + 2 * chunks * bpc])
+        for key, name, taken in (
+            ("left", "GPU to card: reported", left),
+            ("confirmed", "GPU to card: confirmed", confirmed),
+            ("loaded", "card to GPU: reported", loaded),
+        ):
+            rate = moved / statistics.median(taken[1:]) / GB  # the first run touches the ring and the file
+            figures.add(f"{where}_{key}", f"{name}, {where}", rate, f"{rate:.2f} GB/s")
+        if where == "memory":
+            submits(figures, worker, bpc)
+        worker.shutdown()
+
+
+def submits(figures: Figures, worker: XkvWorker, bpc: int) -> None:
+    """What one submit costs vLLM's thread, jobs of one chunk and of 32; the loads are of objects that are not there."""
+    for chunks in (1, 32):
+        blocks = blocks_of(1, chunks * bpc)
+        taken: dict[str, list[float]] = {"store": [], "load": []}
+        for number in range(60 if chunks == 1 else 12):
+            job = 10_000 * chunks + 2 * number
+            spec = spec_of(job, chunks)
+            began = time.perf_counter()
+            worker.submit_store(job, blocks, spec)
+            taken["store"].append(time.perf_counter() - began)
+            until(worker, {job})
+            spec = spec_of(job + 1, chunks)
+            began = time.perf_counter()
+            worker.submit_load(job + 1, spec, blocks)
+            taken["load"].append(time.perf_counter() - began)
+            until(worker, {job + 1})
+        worker.context.failures.take()
+        for name, times in taken.items():
+            micros = statistics.median(times) * 1e6
+            figures.add(
+                f"submit_{name}_{chunks}", f"submit of a {name}, {chunks} chunk(s), median", micros, f"{micros:.0f} µs"
+            )
+
+
+# --- beside an engine -------------------------------------------------------------------------------------
+
+
+def beside(figures: Figures, ring: Ring) -> None:
+    """Steps that read 4 GB of weights each, alone and while stores run at the full rate."""
+    weights = torch.randn(8, 16_384, 16_384, dtype=torch.bfloat16, device="cuda")
+    vector = torch.randn(16_384, 1, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    for weight in weights:
+        weight @ vector
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            weight @ vector
+    layers, page_bytes, bpc = 32, 65_536, 16
+    tensors = tensors_for(page_bytes, layers)
+    layout = ObjectLayout(bpc, tuple(Page(number, page_bytes) for number in range(layers)))
+    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
+    assert isinstance(mover, DeviceMover)
+    mover._ring = CudaDevice(tensors[0].device).host_bytes(ring.array)  # noqa: SLF001 - it is registered already
+    moves = moves_of(ring.array, layout, JOB_BYTES, len(tensors[0]))
+    stop = threading.Event()
+    jobs: list[float] = []
+
+    def store() -> None:
+        while not stop.is_set():
+            jobs.append(copy_job(mover, moves, gather=True))
+
+    def steps() -> float:
+        taken = []
+        event = torch.cuda.Event(blocking=True)
+        for _ in range(400):
+            began = time.perf_counter()
+            graph.replay()
+            event.record()
+            event.synchronize()
+            taken.append(time.perf_counter() - began)
+        return statistics.median(taken)
+
+    steps()
+    alone = steps()
+    thread = threading.Thread(target=store)
+    thread.start()
+    while len(jobs) < 2:
+        time.sleep(0.01)
+    busy = steps()
+    stop.set()
+    thread.join()
+    again = steps()
+    more = 100 * (busy / ((alone + again) / 2) - 1)
+    rate = len(moves) * layout.chunk_bytes / statistics.median(jobs) / GB
+    text = f"{more:+.1f} % ({1e3 * alone:.3f}, {1e3 * busy:.3f}, {1e3 * again:.3f} ms; stores at {rate:.1f} GB/s)"
+    figures.add("beside", "steps that read weights, while stores run", more, text)
+
+
+def check_bytes() -> None:
+    """Every byte against the host path, with Triton and without."""
+    began = time.monotonic()
+    for sizes, padding, bpc in CASES.values():
+        for kernel in ("triton", "torch"):
+            check_mover(sizes, padding, bpc, kernel)
+    check_refusal()
+    print(f"same bytes: {', '.join(CASES)} ({time.monotonic() - began:.0f} s)", flush=True)
+
+
+def all_kernels(figures: Figures) -> None:
+    """Page sizes and wave sizes."""
+    for name, page_bytes in KERNEL_PAGES.items():
+        for wave_bytes in (32 * MIB, 128 * MIB):
+            kernels(figures, page_bytes, name, wave_bytes)
+            torch.cuda.empty_cache()
+
+
+def all_copies(figures: Figures, ring: Ring) -> None:
+    """Object sizes and page sizes."""
+    for object_bytes, page_bytes in ((2 * MIB, 65_536), (2 * MIB, 4_096), (8 * MIB, 65_536), (32 * MIB, 65_536)):
+        copies(figures, ring, object_bytes, page_bytes)
+        torch.cuda.empty_cache()
+
+
+def all_jobs(figures: Figures, memory: Path, disk: Path | None) -> None:
+    """A card in memory, a card on the disk."""
+    for where, parent in (("memory", memory), ("disk", disk)):
+        with tempfile.TemporaryDirectory(dir=parent) as folder:
+            whole_jobs(figures, Path(folder), where, ["--io-threads", "16", "--databases", "8"])
+        torch.cuda.empty_cache()
+
+
+def main() -> int:
+    """Checks first, then figures; the table and the file last. 1 where a part failed to run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--disk", type=Path)
+    parser.add_argument("--parts", default="check,kernels,copies,beside,jobs")
+    options = parser.parse_args()
+    began = time.monotonic()
+    figures = Figures()
+    ring = Ring.create(2 * JOB_BYTES // SLOT_BYTES, SLOT_BYTES)
+    device = CudaDevice(torch.device("cuda", 0))
+    device.register([ring.array])
+    registered_s = (time.monotonic() - began) * GB / ring.array.nbytes
+    figures.add("register_s_per_gb", "registration of the ring, for each GB", registered_s, f"{registered_s:.2f} s")
+    ceilings(figures, device.host_bytes(ring.array))
+    parts: dict[str, Callable[[], None]] = {
+        "check": check_bytes,
+        "kernels": partial(all_kernels, figures),
+        "copies": partial(all_copies, figures, ring),
+        "beside": partial(beside, figures, ring),
+        "jobs": partial(all_jobs, figures, options.memory, options.disk),
+    }
+    failed = []
+    for name in options.parts.split(","):
+        try:
+            parts[name]()
+        except Exception:  # noqa: BLE001, PERF203 - the other parts still say something
+            traceback.print_exc()
+            failed.append(name)
+    print("\n".join(f"{what:<64} {text}" for what, text in figures.lines))
+    print(f"took {time.monotonic() - began:.0f} s on {torch.cuda.get_device_name()}; failed: {failed or 'nothing'}")
+    if options.json:
+        options.json.write_text(json.dumps(figures.values, indent=1))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
