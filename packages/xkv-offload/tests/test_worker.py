@@ -442,6 +442,7 @@ def test_a_copy_under_an_ended_lease_is_thrown_away_and_the_object_read_again(
         store(first, [1, 2])
     with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
         mover, control = second.context.mover, second.context.client.control
+        assert isinstance(mover, HostMover)
         real, copies = mover.scatter, []
 
         def scatter(move: Any) -> None:

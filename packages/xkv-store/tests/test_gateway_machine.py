@@ -27,10 +27,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from xkv_store import card as card_module
 from xkv_store import fragment as fragments_of
 from xkv_store import layout, sockets, wire
-from xkv_store import medium as medium_module
 from xkv_store.card import Card, CardOptions, PutPlan
 from xkv_store.client_session import Attached, ClientSession, GetAnswered, PutAnswered, Rejected
 from xkv_store.control import ControlPage, DenialReader
@@ -1013,9 +1011,7 @@ def skip_the_generation(patch: pytest.MonkeyPatch) -> None:
             identity = replace(identity, generation=layout.parse_slot_header(slot).generation)
         real(slot, identity, geometry, fragment)
 
-    for module in (card_module, fragments_of, medium_module):
-        if "prove" in vars(module):
-            patch.setitem(vars(module), "prove", prove)
+    patch.setattr(fragments_of, "prove", prove)  # it has the last word wherever a header is not the expected one
 
 
 def publish_before_commit(patch: pytest.MonkeyPatch) -> None:

@@ -60,13 +60,13 @@ class Medium:
         self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first_fragment: int
     ) -> None:
         """Copy fragments that `read` has brought into `source`, and prove each where it is now. CorruptObject."""
-        identity = self._identity(plan)
+        own = ObjectSlots(self._identity(plan), self.geometry)
         from_views = filled(source, plan.length, self.geometry, first_fragment)
         to_views = filled(slots, plan.length, self.geometry, first_fragment)
-        for fragment, (view, own) in enumerate(zip(from_views, to_views, strict=True), first_fragment):
+        for fragment, (view, into) in enumerate(zip(from_views, to_views, strict=True), first_fragment):
             # numpy's copy lets other threads run
-            np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(view, np.uint8))
-            prove(own, identity, self.geometry, fragment)
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(view, np.uint8))
+            prove(own, [into], fragment)
 
     def _identity(self, plan: ObjectPlan) -> Identity:
         return Identity(self.card_uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)
