@@ -91,8 +91,8 @@ def test_a_reset_between_a_schedule_and_its_result(rig: Rig, way: str) -> None:
     if not outlives_its_reset(engine):
         return
     assert running.finish_reason == "length"
-    assert ledger.left(engine) == []
     engine.await_stores()
+    assert ledger.left(engine) == []
     engine.forget()
     assert engine.serve("after", TOKENS, output_tokens=2).loads == [], "what was stored before the reset was hit"
     engine.await_stores()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from harness.shapes import Shape
 
 BLOCK = 16
-STORED = prompt(tokens=BLOCK * 10, seed=1)  # on the card before the first request that goes
+STORED_TOKENS = BLOCK * 10  # of a prompt's first part, where that is on the card
 POLL_S = 0.001
 BATCH_TOKENS = 96  # so that a prompt takes several steps
 HELD = "get.before_read"
@@ -36,13 +36,14 @@ HELD = "get.before_read"
 class Walk:
     """One request from its arrival to its end, unless it is aborted before: at the moment with this number.
 
-    With an odd number, once more at the next moment.
+    With an odd number, once more at the next moment. `stored`: whether the first part of `tokens` is on the card.
     """
 
     gateway: Gateway
     engine: Engine
     tokens: Sequence[int]
     number: int
+    stored: bool
     aborted: str | None = None
     moments: int = 0
     steps: list[Step] = field(default_factory=list)
@@ -123,7 +124,7 @@ class Walk:
         """All the way, as far as it goes."""
         request = self.engine.submit(self.name, self.tokens, output_tokens=3)
         self.moment("queued")
-        if self.tokens[: len(STORED)] == STORED:
+        if self.stored:
             self.load()
         while self.name in self.engine.scheduler.requests and self.aborted is None:
             self.turn(f"after {self.engine.scheduler.requests[self.name].num_computed_tokens} tokens")
@@ -171,7 +172,7 @@ def is_doomed(engine: Engine, name: str, steps: Sequence[Step]) -> bool:
         return False
     chunk = BLOCK * engine.shape.blocks_per_chunk
     scheduled = request.num_computed_tokens if any(name in step.scheduled.num_scheduled_tokens for step in steps) else 0
-    hit = len(STORED) if engine.requests[name].loads else 0
+    hit = STORED_TOKENS if engine.requests[name].loads else 0
     return bool(request.num_prompt_tokens // chunk > max(scheduled // chunk, hit // chunk))
 
 
@@ -221,7 +222,8 @@ class WalkAhead(Walk):
 def sweep(rig: Rig, shape: Shape, kind: type[Walk], *, warm: bool, tail: int, **options: Any) -> list[str]:
     """A walk for each moment, each aborted there; the moments. After each, nothing is left and the prompt is served.
 
-    `warm`: the prompt's first part is on the card; `tail` are its tokens after that. `options`: of the launch.
+    `warm`: the prompt's first part is on the card, each walk's its own, or the ring would still hold it; `tail` are
+    its tokens after that. `options`: of the launch.
     """
 
     def launch() -> Engine:
@@ -230,14 +232,16 @@ def sweep(rig: Rig, shape: Shape, kind: type[Walk], *, warm: bool, tail: int, **
         return engine
 
     engine = launch()
-    if warm:
-        engine.serve("stored", [*STORED, 1])
-        engine.await_stores()
     seen: list[str] = []
     for number in itertools.count():
+        first = prompt(tokens=STORED_TOKENS, seed=10_000 + number) if warm else ()
+        if warm:
+            engine.serve(f"stored {number}", [*first, 1])
+            engine.await_stores()
+            engine.forget()
         assert engine.scheduler.reset_prefix_cache()
-        tokens = prompt(tokens=len(STORED) + tail, seed=100 + number, after=STORED if warm else ())
-        walk = kind(rig.gateway, engine, tokens, number)
+        tokens = prompt(tokens=STORED_TOKENS + tail, seed=100 + number, after=first)
+        walk = kind(rig.gateway, engine, tokens, number, stored=warm)
         other = engine.submit(f"stays {number}", prompt(tokens=BLOCK * 5, seed=3), output_tokens=14)
         try:
             request = walk.go()
@@ -257,7 +261,7 @@ def sweep(rig: Rig, shape: Shape, kind: type[Walk], *, warm: bool, tail: int, **
             engine.forget()
         again = engine.serve(f"again {number}", tokens, output_tokens=2)
         assert again.finish_reason == "length"
-        assert not warm or len(again.loaded()[0]) >= len(STORED) // BLOCK
+        assert not warm or len(again.loaded()[0]) >= STORED_TOKENS // BLOCK
         if walk.aborted is None:
             return seen
         seen.append(walk.aborted)
