@@ -31,6 +31,7 @@ from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
 from xkv_store.client import Attachment, Client
 from xkv_store.geometry import FRAGMENT_BYTES, HEADER_BYTES, SLOT_BYTES
+from xkv_store.ring import RingUse
 from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT, running_gateway
 from xkv_store.wire import Role
@@ -191,6 +192,7 @@ def check_jobs(folder: Path) -> dict[str, float]:
                     ring_bytes=2 << 30,
                     load_reserve_bytes=1 << 30,
                     staged_bytes=0,
+                    ring_use=RingUse.LEASED,
                     fragment_bytes=SLOT_BYTES - HEADER_BYTES,
                     connect_timeout_ms=20_000,
                     heartbeat_timeout_ms=3_000,

@@ -40,7 +40,7 @@ from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
 from xkv_store.client import Attachment, Client
 from xkv_store.geometry import FRAGMENT_BYTES, HEADER_BYTES, SLOT_BYTES, Geometry
-from xkv_store.ring import Ring
+from xkv_store.ring import Ring, RingUse
 from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT
 from xkv_store.wire import Role
@@ -254,6 +254,7 @@ def attached(folder: Path, engine: str, ring_bytes: int) -> Client:
             ring_bytes=ring_bytes,
             load_reserve_bytes=ring_bytes // 2,
             staged_bytes=0,
+            ring_use=RingUse.LEASED,
             fragment_bytes=SLOT_BYTES - HEADER_BYTES,
             connect_timeout_ms=20_000,
             heartbeat_timeout_ms=3_000,

@@ -46,13 +46,14 @@ def phase(folder: Path, name: str) -> dict[str, Any]:
     from xkv_offload.copy import End, Move  # noqa: PLC0415 - as above
     from xkv_offload.device_copy import DeviceMover  # noqa: PLC0415 - as above
     from xkv_offload.metrics import PROCESS_COUNTERS  # noqa: PLC0415 - as above
+    from xkv_store.geometry import HEADER_BYTES  # noqa: PLC0415 - as above
 
     if name == "canary":
         genuine = DeviceMover.start_scatter
 
         def zeroed(self: DeviceMover, move: Move, mark: object, end: End) -> None:
             for slot in move.slots:
-                slot[:] = 0
+                slot[HEADER_BYTES:] = 0
             genuine(self, move, mark, end)
 
         DeviceMover.start_scatter = zeroed  # type: ignore[method-assign]
