@@ -121,8 +121,9 @@ def test_our_own_compat_needs_nothing_but_the_standard_library(into: Path) -> No
 @pytest.mark.slow
 def test_our_own_stack_needs_none_of_its_originals(into: Path) -> None:
     place = vendor(into, "third", whole=True)
-    needs_vllm = ("third.xkv_offload.spec", "third.xkv_offload.connector")
-    assert _imported(into, *needs_vllm) > 50
+    needs_vllm = ("spec", "connector")
+    needs_torch = ("copy_triton", "cuda", "device_setup")
+    assert _imported(into, *(f"third.xkv_offload.{name}" for name in needs_vllm + needs_torch)) > 50
     for path in place.rglob("*.py"):
         for line in path.read_text(encoding="utf-8").splitlines():
             assert not line.lstrip().startswith(("from xkv_", "import xkv_")), path

@@ -776,7 +776,7 @@ class GatewayMachine(RuleBasedStateMachine):
             record = card._overlay.record(key.encode())
         else:
             return
-        assert record is not None
+        assert record is not None, "an object was lost"
         database, slot, _ = record.extents[0]
         path = self.options.folder / f"db-{database}.xkv"
         image = bytearray(SLOT)
