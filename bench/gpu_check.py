@@ -182,23 +182,7 @@ def check_jobs(folder: Path) -> dict[str, float]:
     with running_gateway(folder, capacity="4GiB", slot_bytes=SLOT_BYTES) as gateway:
         assert gateway.alive
         for name, tensors in (("store", source), ("load", target)):
-            client = Client.attach(
-                Attachment(
-                    socket=socket_for_port(folder / "sockets", PORT),
-                    engine_id=name,
-                    role=Role.RANK,
-                    rank=0,
-                    world_size=1,
-                    ring_bytes=2 << 30,
-                    load_reserve_bytes=1 << 30,
-                    staged_bytes=0,
-                    ring_use=RingUse.LEASED,
-                    fragment_bytes=SLOT_BYTES - HEADER_BYTES,
-                    connect_timeout_ms=20_000,
-                    heartbeat_timeout_ms=3_000,
-                    embedded=None,
-                )
-            )
+            client = attached(folder, name, 2 << 30)
             context = rank_context(client, tensors, layout, bpc)
             worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
             figures[f"{name}_gb_per_s"] = run_job(worker, name, chunks, bpc)
@@ -210,6 +194,27 @@ def check_jobs(folder: Path) -> dict[str, float]:
         assert (got[0] == POISON).all(), "block 0 was written"
         assert (got[rows.stop :] == POISON).all(), "a block that nobody asked for was written"
     return figures
+
+
+def attached(folder: Path, engine: str, ring_bytes: int) -> Client:
+    """One rank of an engine of its own."""
+    return Client.attach(
+        Attachment(
+            socket=socket_for_port(folder / "sockets", PORT),
+            engine_id=engine,
+            role=Role.RANK,
+            rank=0,
+            world_size=1,
+            ring_bytes=ring_bytes,
+            load_reserve_bytes=ring_bytes // 2,
+            staged_bytes=0,
+            ring_use=RingUse.LEASED,
+            fragment_bytes=SLOT_BYTES - HEADER_BYTES,
+            connect_timeout_ms=20_000,
+            heartbeat_timeout_ms=3_000,
+            embedded=None,
+        )
+    )
 
 
 def rank_context(client: Client, tensors: list[torch.Tensor], layout: ObjectLayout, bpc: int) -> RankContext:

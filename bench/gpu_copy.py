@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_check import CASES, STAGING_BYTES, check_mover, check_refusal, rank_context
+from gpu_check import CASES, STAGING_BYTES, attached, check_mover, check_refusal, rank_context
 from xkv_offload.copy import Move, Mover, RingSlots, make_mover
 from xkv_offload.copy_triton import TritonRows
 from xkv_offload.cuda import CudaDevice
@@ -38,12 +38,9 @@ from xkv_offload.rows import ROW_BYTES_MAX, TensorPlace, WavePlan, make_piece, m
 from xkv_offload.staging_area import WORD_BYTES, Division, make_slots
 from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
-from xkv_store.client import Attachment, Client
-from xkv_store.geometry import FRAGMENT_BYTES, HEADER_BYTES, SLOT_BYTES, Geometry
-from xkv_store.ring import Ring, RingUse
-from xkv_store.sockets import socket_for_port
+from xkv_store.geometry import FRAGMENT_BYTES, SLOT_BYTES, Geometry
+from xkv_store.ring import Ring
 from xkv_store.testing.processes import PORT
-from xkv_store.wire import Role
 
 GB = 1e9
 MIB = 1 << 20
@@ -240,27 +237,6 @@ def copies(figures: Figures, ring: Ring, object_bytes: int, page_bytes: int) -> 
 
 
 # --- whole jobs -------------------------------------------------------------------------------------------
-
-
-def attached(folder: Path, engine: str, ring_bytes: int) -> Client:
-    """One rank of an engine of its own."""
-    return Client.attach(
-        Attachment(
-            socket=socket_for_port(folder / "sockets", PORT),
-            engine_id=engine,
-            role=Role.RANK,
-            rank=0,
-            world_size=1,
-            ring_bytes=ring_bytes,
-            load_reserve_bytes=ring_bytes // 2,
-            staged_bytes=0,
-            ring_use=RingUse.LEASED,
-            fragment_bytes=SLOT_BYTES - HEADER_BYTES,
-            connect_timeout_ms=20_000,
-            heartbeat_timeout_ms=3_000,
-            embedded=None,
-        )
-    )
 
 
 @contextmanager
