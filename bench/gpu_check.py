@@ -196,19 +196,27 @@ def check_jobs(folder: Path) -> dict[str, float]:
     return figures
 
 
-def attached(folder: Path, engine: str, ring_bytes: int) -> Client:
-    """One rank of an engine of its own."""
+def attached(
+    folder: Path,
+    engine: str,
+    ring_bytes: int,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    ring_use: RingUse = RingUse.LEASED,
+) -> Client:
+    """One rank of an engine; alone unless `ranks` says otherwise."""
     return Client.attach(
         Attachment(
             socket=socket_for_port(folder / "sockets", PORT),
             engine_id=engine,
             role=Role.RANK,
-            rank=0,
-            world_size=1,
+            rank=rank,
+            world_size=ranks,
             ring_bytes=ring_bytes,
             load_reserve_bytes=ring_bytes // 2,
             staged_bytes=0,
-            ring_use=RingUse.LEASED,
+            ring_use=ring_use,
             fragment_bytes=SLOT_BYTES - HEADER_BYTES,
             connect_timeout_ms=20_000,
             heartbeat_timeout_ms=3_000,
@@ -217,15 +225,17 @@ def attached(folder: Path, engine: str, ring_bytes: int) -> Client:
     )
 
 
-def rank_context(client: Client, tensors: list[torch.Tensor], layout: ObjectLayout, bpc: int) -> RankContext:
-    """One rank, its ring registered."""
+def rank_context(
+    client: Client, tensors: list[torch.Tensor], layout: ObjectLayout, bpc: int, *, rank: int = 0
+) -> RankContext:
+    """One rank, its ring registered; all ranks of an engine have the same objects."""
     mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
     mover.use_ring(client.ring.array, [range(client.ring.slots)])
     return RankContext(
         client=client,
-        rank=0,
+        rank=rank,
         object_rank=0,
-        writes=True,
+        writes=rank == 0,
         blocks_per_chunk=bpc,
         fragment_bytes=FRAGMENT_BYTES,
         layouts=[layout],

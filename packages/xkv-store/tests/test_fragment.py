@@ -1,11 +1,12 @@
 """Fragments: pieces cover what was asked for, and a sealed slot proves itself and nothing else."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from xkv_store.errors import CorruptObject
-from xkv_store.fragment import Identity, ObjectSlots, filled, pieces, prove, seal
+from xkv_store.fragment import Identity, ObjectSlots, erase, filled, hold, pieces, prove, seal
 from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.layout import Extent
 
@@ -119,3 +120,23 @@ def test_swapped_slots_are_noticed() -> None:
 def test_what_a_header_says_beside_its_identity_is_no_fault() -> None:
     other_place = Identity(b"u" * 16, b"k" * 40, 7, 17_000, 30, 40)
     ObjectSlots(IDENTITY, GEOMETRY).prove([sealed(1, other_place)], 1)
+
+
+def test_slots_hold_the_fragments_that_were_sealed_in_them() -> None:
+    key, generation = IDENTITY.key, IDENTITY.generation
+    ring = np.zeros((4, GEOMETRY.slot_bytes), np.uint8)
+    for slot, fragment in enumerate((2, 0, 1, 1)):
+        seal(memoryview(ring[slot]), IDENTITY, GEOMETRY, fragment)
+    assert hold(ring, [1, 2, 0], key, generation, 0)
+    assert hold(ring, [3, 0], key, generation, 1)
+    assert hold(ring, (), key, generation, 0)
+    assert not hold(ring, [2, 1], key, generation, 0), "swapped"
+    assert not hold(ring, [1, 2], key, generation, 1)
+    assert not hold(ring, [1, 2], key, generation + 1, 0)
+    assert not hold(ring, [1], key[:-1], generation, 0)
+    assert not hold(ring, [1], key + b"\0", generation, 0), "a longer key that only fills the field as well"
+    assert not hold(ring, [1], b"K" + key[1:], generation, 0)
+    ring[1, 8] += 1  # the format's version
+    assert not hold(ring, [1], key, generation, 0)
+    erase(memoryview(ring[2]))
+    assert not hold(ring, [2], key, generation, 1)

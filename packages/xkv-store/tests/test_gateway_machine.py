@@ -885,7 +885,7 @@ class GatewayMachine(RuleBasedStateMachine):
             for slot, lease in engine.leases.items():
                 assert engine.ring is not None
                 view = engine.ring.slot(slot)
-                assert fragments_of.holds(view, lease.key, lease.generation, lease.fragment)
+                assert fragments_of.hold(engine.ring.array, [slot], lease.key, lease.generation, lease.fragment)
                 assert view[HEADER_BYTES : HEADER_BYTES + len(lease.payload)] == lease.payload
 
     def slots_add_up(self) -> None:

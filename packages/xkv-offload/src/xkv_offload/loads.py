@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from xkv_store.client import Leased, LeaseObject
-from xkv_store.fragment import holds
+from xkv_store.fragment import hold
 from xkv_store.key import ObjectKey
 from xkv_store.wire import LoadStatus
 
@@ -140,9 +140,8 @@ class Loads:
 
     def _holds(self, fetch: _Fetch, own: StagedObject | Leased, first_fragment: int) -> bool:
         """Whether the ring still holds what the gateway has proved."""
-        ring, key = self._context.client.ring, fetch.key.encode()
-        slots = enumerate(own.slots, first_fragment)
-        return all(holds(ring.slot(slot), key, own.generation, number) for number, slot in slots)
+        ring = self._context.client.ring.array
+        return hold(ring, own.slots, fetch.key.encode(), own.generation, first_fragment)
 
     def _fail_staged(self, fetch: _Fetch) -> None:
         """A verified object that is not there is an error of ours; wrong pages are not served for it."""

@@ -8,6 +8,7 @@ that means (a miss, a card refused) is the caller's to say.
 import struct
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from .geometry import HEADER_BYTES, SUPERBLOCK_BYTES
@@ -210,6 +211,15 @@ _HEADER_FRONT = struct.Struct("<8sHBBIIIQQQ")
 _HEADER_NUMBERS = struct.Struct("<IIIQQQ")  # the end of _HEADER_FRONT
 _HEADER_NUMBERS_AT = _HEADER_FRONT.size - _HEADER_NUMBERS.size
 _HEADER_BACK = struct.Struct("<16s64sQI")
+SLOT_HEADER_SAYS = np.dtype(
+    {
+        "names": ["magic", "version", "key_bytes", "fragment", "generation", "key"],
+        "formats": ["<u8", "<u2", "u1", "<u4", "<u8", (np.uint8, _KEY_FIELD_BYTES)],
+        "offsets": [0, 8, 11, _HEADER_NUMBERS_AT, _HEADER_NUMBERS_AT + 12, _HEADER_FRONT.size + 16],
+        "itemsize": _HEADER_FRONT.size + _HEADER_BACK.size,
+    }
+)
+"""What tells one fragment of one object from all others, of many slots at once."""
 
 
 def pack_superblock(superblock: Superblock) -> bytes:
