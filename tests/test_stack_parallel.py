@@ -118,12 +118,14 @@ def test_two_ranks(stand: Stand, tmp_path: Path) -> None:
         config = replace(config, load_failure_policy="recompute", connector=OWN_CONNECTOR)
         with two_ranks(stand, config) as second:
             assert second.description["own_connector_methods"] == [], "ours does, and vLLM's class stays as it is"
+            _the_gateway_is_killed(second, gateway, asked, expected)  # first: later, the ring holds what it would read
+            second.settle()
+            second.reset_prefix()
             restored = generate(second, asked)
             assert_restored(restored, expected)
             assert restored.counters.product["load_objects"] == RANKS * CHUNKS
             assert restored.cached_tokens == [CHUNKS * 64]
             assert_canary(second, asked, expected)
-            _the_gateway_is_killed(second, gateway, asked, expected)
             _the_engine_is_killed(second, gateway)
 
 
