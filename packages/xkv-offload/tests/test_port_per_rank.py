@@ -339,7 +339,8 @@ def test_a_chunk_takes_as_many_slots_in_each_ring_as_its_largest_object_has() ->
 
 
 def test_room_is_what_every_ring_has() -> None:
-    reads = verified_rig(4).reads
+    one = verified_rig(4)
+    reads = one.reads
     assert (reads.slots, reads.free) == (12, 12)
     assert reads.take(15) is None
     taken = reads.take(9)
@@ -348,6 +349,9 @@ def test_room_is_what_every_ring_has() -> None:
     assert reads.take(6) is None
     reads.give(taken)
     assert reads.free == 12
+    one.clients[1].load_region.take(3)
+    assert reads.free == 3
+    assert reads.take(6) is None
 
 
 def test_one_gateway_needs_nothing_of_this() -> None:
