@@ -37,6 +37,7 @@ BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
 ENGINE_TESTS = "tests/test_stack_*.py"
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
+RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
 CAMPAIGN_S = 60  # of requests, for each release of a bare run
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
 
@@ -100,7 +101,7 @@ def test(session: nox.Session) -> None:
     """Tests of core, compat and matrix, in an environment that holds neither torch nor vLLM."""
     with recorded(session, "test") as result:
         python = dev(session)
-        elsewhere = there("tests/test_architecture.py", HARNESS_TESTS, ENGINE_TESTS)
+        elsewhere = there("tests/test_architecture.py", HARNESS_TESTS, ENGINE_TESTS, RANKS_TESTS)
         crossing = [path for path in there("tests/test_*.py") if path not in elsewhere]
         own = ("packages/xkv-store/tests", "compat/tests", "matrix/tests")
         paths = session.posargs or [*must_be_there(session, result, *own), *crossing]
@@ -124,6 +125,16 @@ def stack(session: nox.Session, target: Target) -> None:
         python = of_target(session, target)
         wanted = (BACKEND_TESTS, HARNESS_TESTS, ENGINE_TESTS if target.engine else IMPORT_TESTS)
         paths = session.posargs or must_be_there(session, result, *wanted)
+        pytest(session, result, python, *paths, env=engine_env(target.release))
+
+
+@nox.session
+@nox.parametrize("target", _params(RUNNABLE))
+def stack_tp(session: nox.Session, target: Target) -> None:
+    """Real engines of two ranks, with the release installed: an object for each, one for both, a rank that dies."""
+    with recorded(session, "stack_tp", target.release) as result:
+        python = of_target(session, target)
+        paths = session.posargs or must_be_there(session, result, RANKS_TESTS)
         pytest(session, result, python, *paths, env=engine_env(target.release))
 
 
@@ -251,12 +262,16 @@ EXPECTED = (
     ("vendored_compat", None),
     *(("contracts", target.release) for target in ALL),  # some two seconds each once the wheels are there
     *(("stack", target.release) for target in SUPPORTED),
+    *(("stack_tp", target.release) for target in SUPPORTED),
     *(("vendored", target.release) for target in SUPPORTED),
     *(("faults", target.release) for target in SUPPORTED),
     *(("demo", target.release) for target in SUPPORTED[-1:]),
     ("bench", None),
 )
-BEYOND_CI = tuple(("stack", target.release) for target in INSTALLED if target.status == "followed")
+BEYOND_CI = (
+    *(("stack", target.release) for target in INSTALLED if target.status == "followed"),
+    *(("stack_tp", target.release) for target in RUNNABLE if target.status == "followed"),
+)
 FIGURES = ("bench",)  # they decide nothing
 
 
@@ -305,7 +320,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def everything(session: nox.Session) -> None:
-    """A bare run, and the stack of every followed release that can be installed."""
+    """A bare run, and the stack, of one rank and of two, of every followed release that can be installed."""
     for name in dict.fromkeys(_nox_name(*row) for row in (*EXPECTED, *BEYOND_CI, ("gate", None))):
         session.notify(name, posargs=())
 
@@ -360,9 +375,9 @@ def candidate(session: nox.Session) -> None:
     python = environments.environment(session, f"candidate-{release}", needs, engine)
     env = {**engine_env(release), TARGETS_VARIABLE: str(folder / "targets.toml")}
     parts = {name: Result(f"candidate_{name}", release) for name in ("backend", "harness", "stack")}
-    stack_tests = ENGINE_TESTS if report["engine"] else IMPORT_TESTS
-    for part, tests in zip(parts.values(), (BACKEND_TESTS, HARNESS_TESTS, stack_tests), strict=True):
-        pytest(session, part, python, *there(tests), env=env, quiet=quiet)
+    stack_tests = (ENGINE_TESTS, RANKS_TESTS) if report["engine"] else (IMPORT_TESTS,)
+    for part, tests in zip(parts.values(), ((BACKEND_TESTS,), (HARNESS_TESTS,), stack_tests), strict=True):
+        pytest(session, part, python, *there(*tests), env=env, quiet=quiet)
     failed = sum(part.counts.get("failed", 0) for part in parts.values())
     fits = report["verdict"] == "usable" and not failed
     report["tests"] = {name: {"counts": part.counts, "failures": part.failures} for name, part in parts.items()}

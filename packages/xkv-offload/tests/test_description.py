@@ -17,6 +17,7 @@ from xkv_offload.description import (
     describe,
     is_replicated,
     kinds,
+    layout_text,
 )
 from xkv_store.errors import UserError
 
@@ -220,6 +221,21 @@ def test_one_object_for_all_ranks_only_where_every_layer_is_mla(
 def test_replicated_asked_for_where_it_is_wrong_is_an_error(found: Any) -> None:
     with pytest.raises(UserError, match="every layer of every group is MLA"):
         is_replicated(view(world_size=2), parse({"xkv.tp_layout": "replicated"}), found)
+
+
+@pytest.mark.parametrize(
+    ("asked", "replicated", "said"),
+    [
+        ("auto", True, "auto: replicated, one object for all 2 ranks, since every layer of every group is MLA"),
+        ("auto", False, "auto: per_rank, an object for each of 2 ranks, since not every layer of every group is known"),
+        ("per_rank", False, "per_rank: per_rank, an object for each of 2 ranks, since it is asked for"),
+        ("replicated", True, "replicated: replicated, one object for all 2 ranks, since it is asked for"),
+    ],
+)
+def test_the_log_says_what_was_chosen_and_why(asked: str, replicated: bool, said: str) -> None:
+    text = layout_text(asked=asked, replicated=replicated, world_size=2)
+    assert text.startswith(f"xkv.tp_layout = {said}")
+    assert layout_text(asked=asked, replicated=False, world_size=1) == "one rank"
 
 
 def test_bytes_of_a_chunk() -> None:

@@ -40,7 +40,8 @@ from .staging import Staging
 from .transfer import XkvTransferSpec
 from .worker import XkvWorker
 
-logger = logging.getLogger(__name__)
+# A child of vLLM's: only what has that one's handlers and level is seen in an engine's log below a warning.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _framework = framework()
 _OffloadingSpec: Any = _framework.OffloadingSpec
@@ -113,7 +114,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         logger.info(
             "xkv: namespace %s, %s",
             adopted.namespace.hex(),
-            f"one object for all {view.world_size} ranks" if engine["replicated"] else f"{ranks} rank(s)",
+            description.layout_text(
+                asked=config.tp_layout, replicated=engine["replicated"], world_size=view.world_size
+            ),
         )
         return _Manager(
             card=SchedulerCard(client),

@@ -1,12 +1,13 @@
-"""The pool of prompts with shared prefixes, and the stream of requests made of it.
+"""Prompts whose answers no order of additions can turn, and streams of requests made of them.
 
-Owns: which prompts there are, which of them are fit to be compared, and what comes when.
-Must not know: engines, faults.
+Owns: which prompts there are, which of them are fit to be compared, what the right answer is, and what comes when.
+Must not know: offloading, gateways, faults.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import TYPE_CHECKING, Final
 
 from stand.engines import Request
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator, Sequence
 
+    from stand.engines import Answer, Engine
     from stand.models import Shape
 
 ROOT_TOKENS: Final = 512
@@ -25,6 +27,8 @@ BRANCHES_OF_ROOT: Final = 3
 LEAVES_OF_BRANCH: Final = 3
 REQUESTS_MAX: Final = 3  # of one batch
 ABORT_STEP_MAX: Final = 40  # a batch takes some dozen steps that compute, and others that wait
+ASKED_AT_ONCE: Final = 8
+LEFT_OUT_MAX: Final = 10  # for each prompt that is wanted: a model that decides less needs another scale
 
 # In natural logarithms of probability. Sums of float32 in another order differ by some 1e-5 here.
 MARGIN_MIN: Final = 0.002
@@ -45,10 +49,40 @@ def candidates(shape: Shape, rng: random.Random) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Prompts and what an engine without offloading answers to each."""
+    """Prompts and what an engine without offloading answers to each. `left_out`: so many were not fit."""
 
-    prompts: Sequence[list[int]]
-    answers: Sequence[list[int]]
+    prompts: list[list[int]]
+    answers: list[list[int]]
+    left_out: int
+
+    @classmethod
+    def ask(cls, engine: Engine, coming: Iterator[list[int]], *, wanted: int, output_tokens: int) -> Pool:
+        """The first prompts whose answers nothing but other pages can turn, by an engine without offloading."""
+        prompts: list[list[int]] = []
+        answers: list[list[int]] = []
+        left_out = 0
+        numbers = count(1)
+        while len(prompts) < wanted:
+            asked = [Request(id=f"p{next(numbers)}", prompt=prompt) for prompt in islice(coming, ASKED_AT_ONCE)]
+            engine.begin_serve(asked, max_tokens=output_tokens, margins=True)
+            found = engine.finish_serve().answers
+            for request in asked:
+                answer = found[request.id]
+                assert answer.margin is not None
+                if answer.margin < MARGIN_MIN or len(set(answer.tokens)) < output_tokens // 4:
+                    left_out += 1
+                    continue
+                prompts.append(request.prompt)
+                answers.append(answer.tokens)
+            assert left_out <= LEFT_OUT_MAX * wanted, "the model decides nothing: it needs another scale"
+        return cls(prompts, answers, left_out)
+
+
+def is_right(answer: Answer, right: Sequence[int]) -> bool:
+    """Whether the tokens are the right ones; of an answer that was cut off, as far as it goes."""
+    if answer.finish_reason == "length":
+        return answer.tokens == right
+    return answer.tokens == right[: len(answer.tokens)]
 
 
 class Stream:
