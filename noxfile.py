@@ -38,7 +38,7 @@ HARNESS_TESTS = "tests/test_harness_*.py"
 ENGINE_TESTS = "tests/test_stack_*.py"
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
 RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
-CAMPAIGN_S = 60  # of requests, for each release of a bare run
+RUN_S = 60  # of requests, for each release of a run without arguments
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
 
 nox.needs_version = ">=2024.4.15"
@@ -203,23 +203,43 @@ def faults(session: nox.Session) -> None:
     if not session.posargs:
         for target in SUPPORTED:
             with recorded(session, "faults", target.release) as result:
-                _campaign(session, result, target, f"--seconds={CAMPAIGN_S}")
+                _run(session, result, target, "campaign", f"--seconds={RUN_S}")
                 if target is SUPPORTED[-1]:
-                    _campaign(session, result, target, f"--seconds={CAMPAIGN_S}", "--canary")
+                    _run(session, result, target, "campaign", f"--seconds={RUN_S}", "--canary")
         return
-    others = "and, for the campaign: --seconds N (60) --seed S (0) --canary --json"
-    parser = argparse.ArgumentParser(prog="nox -s faults --", allow_abbrev=False, epilog=others)
+    _run_as_asked(session, "faults", "campaign")
+
+
+@nox.session(default=False)
+def engines(session: nox.Session) -> None:
+    """Four real engines on one gateway, some killed: -- --target RELEASE --seconds N --seed S [--canary] [--json].
+
+    Without arguments: a short run on the newest supported release, and a canary.
+    """
+    if session.posargs:
+        _run_as_asked(session, "engines", "engines")
+        return
+    target = _target(session, None)
+    with recorded(session, "engines", target.release) as result:
+        for more in ((), ("--canary",)):
+            _run(session, result, target, "engines", f"--seconds={RUN_S}", *more)
+
+
+def _run_as_asked(session: nox.Session, name: str, module: str) -> None:
+    """One run on the release that the session's arguments name, and with the others of them."""
+    others = "and, for the run: --seconds N (60) --seed S (0) --canary --json"
+    parser = argparse.ArgumentParser(prog=f"nox -s {name} --", allow_abbrev=False, epilog=others)
     parser.add_argument("--target", metavar="RELEASE", help="which release (the newest supported)")
     options, rest = parser.parse_known_args(session.posargs)
     target = _target(session, options.target)
-    with recorded(session, "faults", target.release) as result:
+    with recorded(session, name, target.release) as result:
         result.arguments = list(session.posargs)
-        _campaign(session, result, target, *rest)
+        _run(session, result, target, module, *rest)
 
 
-def _campaign(session: nox.Session, result: Result, target: Target, *options: str) -> None:
-    """Run one campaign with the release installed; its last line is the outcome's."""
-    line = [of_target(session, target), "-m", "campaign", *options]
+def _run(session: nox.Session, result: Result, target: Target, module: str, *options: str) -> None:
+    """Run real engines for a while with the release installed; its last line is the outcome's."""
+    line = [of_target(session, target), "-m", module, *options]
     paths = os.pathsep.join(str(ROOT / path) for path in ("tests", "matrix"))
     env = environ({**engine_env(target.release), "PYTHONPATH": paths})
     done = subprocess.run(line, env=env, cwd=ROOT, check=False)

@@ -40,7 +40,7 @@ START_S_MAX = 30.0
 END_S_MAX = 30.0
 POINT_S_MAX = 30.0
 POLL_S = 0.01
-ENGINES_ROLES = ("scheduler", "rank")  # and not tools, which look at it
+ENGINE_ROLES = ("scheduler", "rank")  # and not tools, which look at it
 RING_BYTES = 128 * 1024 * 1024  # half of it for stores: all that the largest case has under way
 
 
@@ -187,7 +187,7 @@ def leftovers(status: Callable[[], dict[str, Any] | None], seconds_max: float) -
         found = status()
         left = "it does not answer"
         if found is not None:
-            sessions = [one for one in found["sessions"] if one["role"] in ENGINES_ROLES]
+            sessions = [one for one in found["sessions"] if one["role"] in ENGINE_ROLES]
             left = ""
             if found["engines"] or sessions or found["slots"]["in_flight"]:
                 left = f"engines {found['engines']}, sessions {sessions}, slots {found['slots']}"

@@ -93,9 +93,12 @@ class Stream:
         self._rng = rng
         self._count = 0
 
-    def batch(self, *, aborted: bool) -> tuple[list[Request], dict[str, list[int]]]:
-        """The next requests, with the right answer of each by its id; `aborted`: some of them are."""
-        rng = self._rng
+    def batch(self, *, aborted: bool, rng: random.Random | None = None) -> tuple[list[Request], dict[str, list[int]]]:
+        """The next requests, with the right answer of each by its id; `aborted`: some of them are.
+
+        `rng`: draws this batch, so that others' streams can have the same.
+        """
+        rng = rng or self._rng
         requests: list[Request] = []
         right: dict[str, list[int]] = {}
         for position in range(rng.randint(1, REQUESTS_MAX)):
