@@ -45,7 +45,8 @@ def two_ranks(stand: Stand, config: EngineConfig) -> Iterator[Engine]:
 def kill_rank(engine: Engine, rank: int) -> EngineError:
     """Kill -9 one rank of an engine that has been asked something; the error with which the engine answers.
 
-    The engine's own process lives until it is told to end, and all its ranks are gone then.
+    vLLM ends the other ranks. The engine's own process lives on, and is killed here: its orderly end waits for ever
+    for the dead rank to take what it was sent (ZeroMQ's, in vLLM's `shutdown`).
     """
     ranks = engine.description["ranks"]
     os.kill(ranks[rank], signal.SIGKILL)
@@ -55,9 +56,9 @@ def kill_rank(engine: Engine, rank: int) -> EngineError:
     seconds = time.monotonic() - began
     print(f"a rank's end was the engine's error after {seconds:.1f} s: {failure.value}")
     assert seconds < ERROR_S_MAX
-    assert alive(engine.pid)
     assert "died unexpectedly" in engine.log.read_text(errors="replace"), "vLLM says which process it was"
-    engine.stop()
     for pid in ranks:
         await_end(pid, STOP_S_MAX)
+    assert alive(engine.pid)
+    engine.kill()
     return failure.value

@@ -63,7 +63,8 @@ class Pool:
         left_out = 0
         numbers = count(1)
         while len(prompts) < wanted:
-            asked = [Request(id=f"p{next(numbers)}", prompt=prompt) for prompt in islice(coming, ASKED_AT_ONCE)]
+            some = islice(coming, min(ASKED_AT_ONCE, wanted - len(prompts)))
+            asked = [Request(id=f"p{next(numbers)}", prompt=prompt) for prompt in some]
             engine.begin_serve(asked, max_tokens=output_tokens, margins=True)
             found = engine.finish_serve().answers
             for request in asked:
