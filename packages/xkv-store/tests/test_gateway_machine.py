@@ -1121,7 +1121,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (skip_the_generation, "wrong bytes"),
     (publish_before_commit, FORGED),
     (answer_before_commit, "confirmed before it was committed"),
-    (keep_what_was_not_committed, f"{FORGED}|{LOST}"),
+    (keep_what_was_not_committed, f"{FORGED}|{LOST}|nobody holds it"),
     (close_before_the_last_io, "is used after it was given back|slots are lost"),
     (cancel_what_has_begun, "is used after it was given back|is not in flight"),
     (keep_the_epoch, "an epoch is each life's own"),
