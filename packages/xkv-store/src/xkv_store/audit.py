@@ -20,7 +20,8 @@ from .card_options import MEDIA, CardOptions
 from .database import Database
 from .errors import LACKING, MediumError, UserError
 from .geometry import Geometry
-from .index import CLOSED, SCAN_BATCH, DamagedIndexError, Index, RemoveObject, is_doubted
+from .index import CLOSED, SCAN_BATCH, Index, RemoveObject, is_doubted
+from .index_file import DamagedIndexError
 from .private_files import check_no_link
 from .recovery import Rebuilt, Used, rebuild, survey
 

@@ -27,7 +27,8 @@ from .geometry import (
     SLOTS_PER_DATABASE_MAX,
     Geometry,
 )
-from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
+from .index import CLOSED, Index, Meta, doubt, is_doubted, trust
+from .index_file import DamagedIndexError
 from .layout import Superblock
 from .private_files import check_no_link, open_private
 from .recovery import Loaded, fill, load, rebuild
