@@ -375,7 +375,7 @@ def conversations(draw: st.DrawFn) -> tuple[Packet, list[Packet]]:
 @st.composite
 def tools(draw: st.DrawFn) -> tuple[Packet, list[Packet]]:
     """A tool that looks at the card and purges what the hostile have put; and says anything in between."""
-    asks = [
+    asks: list[st.SearchStrategy[wire.FromClient]] = [
         st.builds(ListNamespaces, u64s, st.sampled_from([b"", b"f" * 16])),
         st.builds(ListObjects, u64s, key_parts, st.sampled_from([b"", key_of(102), key_of(103) + b"\0"])),
         st.builds(

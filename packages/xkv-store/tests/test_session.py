@@ -195,8 +195,8 @@ def test_plain_messages_become_actions() -> None:
     assert tool.receive(wire.encode(wire.AskStatus(6))) == [actions.ReportStatus(6)]
     assert tool.receive(wire.encode(wire.Stop(7))) == [actions.StopGateway(7)]
     assert tool.receive(wire.encode(wire.Verify(8, True))) == [actions.VerifyCard(8, drop=True)]
-    for kind in (ListNamespaces, ListObjects, Purge):
-        assert tool.receive(wire.encode(MESSAGES[kind])) == [actions.AnswerTool(MESSAGES[kind])]
+    for question in (ListNamespaces(1, b"n"), ListObjects(2, b"", b"k"), Purge(3, (), ())):
+        assert tool.receive(wire.encode(question)) == [actions.AnswerTool(question)]
     assert refusal(tool.receive(hello(Role.TOOL))) is RefusedCode.PROTOCOL
 
 
