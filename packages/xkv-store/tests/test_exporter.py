@@ -150,6 +150,27 @@ def test_a_loop_that_does_not_come_round_is_said(monkeypatch: pytest.MonkeyPatch
     assert codes == [503]
 
 
+def test_a_client_that_says_it_letter_by_letter_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exporter, "WHOLE_REQUEST_S_MAX", 0.5)
+    one = Exporter("127.0.0.1", 0)
+    one.start()
+    host, port = one.url.split("/")[2].split(":")
+    begun = time.monotonic()
+    with socket.create_connection((host, int(port))) as dripping:
+        dripping.settimeout(0.05)
+        ended = False
+        while not ended:
+            assert time.monotonic() - begun < exporter.REQUEST_S_MAX, "each letter would give it more time"
+            try:
+                dripping.send(b"G")
+                ended = dripping.recv(1) == b""
+            except TimeoutError:
+                continue
+            except OSError:
+                ended = True
+    one.close()
+
+
 def test_where_it_cannot_listen_it_says_what_to_type(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
