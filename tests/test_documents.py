@@ -49,7 +49,7 @@ SMALL = {"500GiB": "64MiB", "100GiB": "32MiB", "3fa9=20GiB": "3fa9=8MiB"}
 PLACES = ("/nvme", "/run/xkv", "~")
 READY = re.compile(rb"xkv gateway ready|serving")  # the second is what an embedded one logs
 START_S_MAX = 30.0
-SERVES = ("status", "stop", "verify")  # there must be a gateway for these
+SERVES = ("status", "stop", "verify", "namespaces", "ls", "purge")  # there must be a gateway for these
 
 OURS = [line for line in commands() if line.program[0] == "xkv"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from . import __version__, commands_gateway, commands_verify
+from . import __version__, commands_contents, commands_gateway, commands_verify
 from .console import Output
 from .errors import MediumError, PeerError, UserError
 
@@ -32,6 +32,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 commands_gateway.register(app)
+commands_contents.register(app)
 commands_verify.register(app)
 
 
