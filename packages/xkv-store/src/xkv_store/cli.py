@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from . import __version__, commands_gateway, commands_verify
+from . import __version__, commands_doctor, commands_gateway, commands_verify, contributed
 from .console import Output
 from .errors import MediumError, PeerError, UserError
 
@@ -24,15 +24,11 @@ EXIT_FAILURE: Final = 1
 EXIT_MISTAKE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
-app = typer.Typer(
-    name="xkv",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-commands_gateway.register(app)
-commands_verify.register(app)
+_OWN: Final = {
+    "gateway": commands_gateway.register,
+    "verify": commands_verify.register,
+    "doctor": commands_doctor.register,
+}
 
 
 def _say_version(asked: bool) -> None:
@@ -41,7 +37,6 @@ def _say_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     _version: Annotated[
         bool,
@@ -49,6 +44,26 @@ def _options(
     ] = False,
 ) -> None:
     """KV objects on local NVMe cards: the gateway and what looks after it."""
+
+
+def program(words: Sequence[str] = ()) -> typer.Typer:
+    """The program with our commands and those that other packages bring, which come first where names are equal.
+
+    With `words`, a command line, what it cannot be about is not loaded. Raises UserError for a package that is broken.
+    """
+    app = typer.Typer(
+        name="xkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
+    app.callback()(_options)
+    theirs = contributed.found()
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    for name, register in _OWN.items():
+        if name not in theirs:
+            register(app)
+    for name, load in theirs.items():
+        if wanted in (None, name):
+            contributed.register(app, name, load)
+    return app
 
 
 _USAGE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
@@ -60,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     output = Output(json="--json" in words)
     try:
-        code = app(args=words, prog_name="xkv", standalone_mode=not output.json)
+        code = program(words)(args=words, prog_name="xkv", standalone_mode=not output.json)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else EXIT_FAILURE
     except (UserError, _USAGE_ERROR) as error:
