@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from harness.engine import Engine
     from harness.rig import Rig
     from harness.shapes import Shape
+    from harness.story import Bytes
 
 BLOCKS = 20
 TOKENS = prompt(tokens=16 * BLOCKS + 3, seed=1)
@@ -21,15 +22,18 @@ TOKENS = prompt(tokens=16 * BLOCKS + 3, seed=1)
 
 def damage(rig: Rig, shape: Shape, block: int, *, rank: int = 0) -> None:
     """Change a byte of what the card holds of one block's second layer."""
+    content = content_of(shape, block, rank=rank)
+    assert sum(gateway.damage(content) for gateway in rig.gateways) == 1
+
+
+def content_of(shape: Shape, block: int, *, rank: int) -> Bytes:
+    """What the card holds of one block's second layer: as much of it as lies within one slot, whatever the chunk."""
     group = shape.groups[0]
-    layer = group.layers[1]
     first = block * group.block_tokens
-    content = Story(TOKENS).rows(
-        layer=layer, rank=rank, start=first, end=first + group.block_tokens, row_bytes=group.row_bytes
+    rows = Story(TOKENS).rows(
+        layer=group.layers[1], rank=rank, start=first, end=first + group.block_tokens, row_bytes=group.row_bytes
     )
-    # Within one slot's payload, wherever the object's fragments are cut.
-    pieces = [content.reshape(-1)[at : at + 4096] for at in range(0, content.size, 4096)]
-    assert sum(rig.gateway.damage(piece) for piece in pieces[:1]) == 1
+    return rows.reshape(-1)[:4096]
 
 
 def serve_again(engine: Engine, name: str) -> list[tuple[int, ...]]:

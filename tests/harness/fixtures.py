@@ -28,6 +28,14 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
 
 
 @pytest.fixture
+def two_gateways_rig(tmp_path: Path) -> Iterator[Rig]:
+    """As `rig`, with a gateway for each of an engine's two ranks."""
+    release.names()
+    with closing(Rig(tmp_path, gateways=2)) as made:
+        yield made
+
+
+@pytest.fixture
 def small_slots_rig(tmp_path: Path) -> Iterator[Rig]:
     """As `rig`, on a card whose slots are so small that pages lie across them."""
     release.names()

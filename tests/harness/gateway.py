@@ -29,13 +29,18 @@ CAPACITY = "128MiB"
 
 
 class Gateway:
-    """One card and the gateway that serves it."""
+    """One card and the gateway that serves it. `beside`: another one, in whose sockets' folder it has the next port."""
 
-    def __init__(self, folder: Path, *, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, folder: Path, *, slot_bytes: int = SLOT_BYTES, beside: Gateway | None = None) -> None:
         self._folder = folder
         self._options = ["--capacity", CAPACITY, "--slot-bytes", str(slot_bytes)]
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
-        self._sockets = tempfile.TemporaryDirectory(prefix="xkv-")
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+        if beside is None:
+            self._made = tempfile.TemporaryDirectory(prefix="xkv-")
+            self._sockets, self.port = Path(self._made.name), PORT
+        else:
+            self._sockets, self.port = beside._sockets, beside.port + 1
         self._process: GatewayProcess | None = None
         folder.mkdir(parents=True, exist_ok=True)
         self.start()
@@ -43,7 +48,7 @@ class Gateway:
     @property
     def extra(self) -> dict[str, Any]:
         """The keys by which an engine finds this gateway."""
-        return {"xkv.port": PORT, "xkv.socket_dir": self._sockets.name}
+        return {"xkv.port": self.port, "xkv.socket_dir": str(self._sockets)}
 
     @property
     def process(self) -> GatewayProcess:
@@ -56,9 +61,10 @@ class Gateway:
         assert self._process is None
         self._process = GatewayProcess(
             card=self._folder / "card",
-            socket_dir=Path(self._sockets.name),
+            socket_dir=self._sockets,
             points=self._folder / "points",
             options=self._options,
+            port=self.port,
         )
 
     def stop(self) -> None:
@@ -80,15 +86,19 @@ class Gateway:
         """End it, however it is, and give its socket's folder up."""
         if self._process is not None:
             self._forget()
-        self._sockets.cleanup()
+        if self._made is not None:
+            self._made.cleanup()
 
     # --- what it says --------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
         """Its own account: objects, object_bytes, counters and so on."""
-        with contextlib.closing(Tool(socket_for_port(Path(self._sockets.name), PORT))) as tool:
+        with self._tool() as tool:
             found: dict[str, Any] = json.loads(tool.status())
         return found
+
+    def _tool(self) -> contextlib.closing[Tool]:
+        return contextlib.closing(Tool(socket_for_port(self._sockets, self.port)))
 
     def await_objects(self, objects: int) -> dict[str, Any]:
         """Wait until the card holds exactly so many objects, and give the status."""
@@ -105,16 +115,32 @@ class Gateway:
 
     def damage(self, content: Bytes) -> int:
         """Change one byte of every copy of `content` in the database files; how many there were."""
+        places = self._copies(content)
+        for path, at in places:
+            with path.open("r+b", buffering=0) as file:
+                file.seek(at + content.nbytes // 2)
+                (byte,) = file.read(1)
+                file.seek(at + content.nbytes // 2)
+                file.write(bytes([byte ^ 0xFF]))
+                os.fsync(file.fileno())
+        return len(places)
+
+    def copies(self, content: Bytes) -> int:
+        """How often `content` lies in the database files."""
+        return len(self._copies(content))
+
+    def _copies(self, content: Bytes) -> list[tuple[Path, int]]:
         wanted = content.tobytes()
-        found = 0
+        found = []
         for path in sorted((self._folder / "card").glob("db-*.xkv")):
             data = path.read_bytes()
             at = data.find(wanted)
             while at >= 0:
-                found += 1
-                with path.open("r+b", buffering=0) as file:
-                    file.seek(at + len(wanted) // 2)
-                    file.write(bytes([data[at + len(wanted) // 2] ^ 0xFF]))
-                    os.fsync(file.fileno())
+                found.append((path, at))
                 at = data.find(wanted, at + len(wanted))
         return found
+
+    def drop_damaged(self) -> int:
+        """Have the whole card proved, and what is damaged taken off it; how many objects."""
+        with self._tool() as tool:
+            return sum(len(told.damaged) for told in tool.verify(drop=True))

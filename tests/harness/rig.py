@@ -1,4 +1,4 @@
-"""What a test holds: one gateway on one card, and the engines that it launches after each other.
+"""What a test holds: one gateway on one card (or several), and the engines that it launches after each other.
 
 Owns: names of launches, the end of everything that was started.
 Must not know: what a test is about.
@@ -7,6 +7,7 @@ Must not know: what a test is about.
 from __future__ import annotations
 
 import itertools
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from harness.engine import Engine
@@ -26,12 +27,16 @@ RING_BYTES = 48 * 1024 * 1024  # three times what the largest case has under way
 
 
 class Rig:
-    """Closed by its test's fixture (`contextlib.closing`)."""
+    """Closed by its test's fixture (`contextlib.closing`). Of several `gateways` each rank of an engine has one."""
 
-    def __init__(self, folder: Path, *, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, folder: Path, *, slot_bytes: int = SLOT_BYTES, gateways: int = 1) -> None:
         self._folder = folder
         self._slot_bytes = slot_bytes
         self.gateway = Gateway(folder / "gateway", slot_bytes=slot_bytes)
+        self.gateways = [self.gateway]
+        for number in range(1, gateways):
+            folder_of_it = folder / f"gateway-{number}"
+            self.gateways.append(Gateway(folder_of_it, slot_bytes=slot_bytes, beside=self.gateways[-1]))
         self._engines: list[Engine] = []
         self._numbers = itertools.count(1)
 
@@ -63,6 +68,7 @@ class Rig:
             **self.gateway.extra,
             "xkv.fragment_bytes": self._slot_bytes - HEADER_BYTES,
             "xkv.ring_bytes": RING_BYTES,
+            **({"xkv.port_per_rank": True} if len(self.gateways) > 1 else {}),
         }
 
     def relaunch(self, engine: Engine, **options: Any) -> Engine:
@@ -76,9 +82,9 @@ class Rig:
         engine.close()
 
     def close(self) -> None:
-        """End every engine, then the gateway."""
-        try:
-            for engine in reversed(self._engines):
-                engine.close()
-        finally:
-            self.gateway.close()
+        """End every engine, then the gateways; the first one's last, for it has the folder of all sockets."""
+        with ExitStack() as closing:
+            for gateway in self.gateways:
+                closing.callback(gateway.close)
+            for engine in self._engines:
+                closing.callback(engine.close)

@@ -27,7 +27,8 @@ def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
         value = value[0] if key.kind == "choice" else value
         if key.name == "xkv.ring_bytes":
             value = 64 << 20
-        config = parse({key.name: value})
+        beside = {"xkv.port": 5557} if key.name == "xkv.port_per_rank" else {}
+        config = parse({key.name: value, **beside})
         assert str(getattr(config, key.field)) == str(float(value) if key.kind == "float" else value)
 
 
@@ -43,6 +44,13 @@ def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
         ({"xkv.trust_lora_names": "yes"}, ["xkv.trust_lora_names", "'yes'", "true or false"]),
         ({"xkv.port": 5557, "xkv.path": "/card"}, ["xkv.path", "xkv.port"]),
         ({"xkv.port": 5557, "xkv.linger_s": 3}, ["xkv.linger_s", "embedded"]),
+        ({"xkv.port_per_rank": True}, ["xkv.port_per_rank = True", "needs xkv.port"]),
+        ({"xkv.port_per_rank": True, "xkv.path": "/card"}, ["xkv.port_per_rank = True", "needs xkv.port"]),
+        ({"xkv.port_per_rank": 1, "xkv.port": 5557}, ["xkv.port_per_rank", "1", "true or false"]),
+        (
+            {"xkv.port_per_rank": True, "xkv.port": 5557, "xkv.tp_layout": "replicated"},
+            ["xkv.tp_layout = 'replicated'", "xkv.port_per_rank = True"],
+        ),
         ({"xkv.ring_bytes": 4 << 20, "xkv.load_reserve_bytes": 4 << 20}, ["xkv.load_reserve_bytes"]),
         ({"xkv.path": ""}, ["xkv.path", "''"]),
         ({"xkv.": 1}, ["'xkv.'"]),
@@ -53,6 +61,18 @@ def test_a_wrong_key_is_an_error_that_names_key_value_and_allowed(given: dict[st
         parse(given)
     assert all(word in str(caught.value) for word in words), str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"xkv.port": 5557, "xkv.port_per_rank": True, "xkv.tp_layout": "per_rank"},
+        {"xkv.port": 5557, "xkv.port_per_rank": False, "xkv.tp_layout": "replicated"},
+        {"xkv.path": "/card", "xkv.port_per_rank": False},
+    ],
+)
+def test_a_gateway_for_each_rank_excludes_only_what_contradicts_it(given: dict[str, object]) -> None:
+    assert parse(given).port_per_rank is given["xkv.port_per_rank"]
 
 
 def test_all_faults_are_named_at_once() -> None:

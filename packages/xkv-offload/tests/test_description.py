@@ -222,6 +222,20 @@ def test_replicated_asked_for_where_it_is_wrong_is_an_error(found: Any) -> None:
         is_replicated(view(world_size=2), parse({"xkv.tp_layout": "replicated"}), found)
 
 
+def test_with_a_gateway_for_each_rank_no_object_serves_two() -> None:
+    """`auto` must not fail for a model's sake, and no rank reads what another's gateway has."""
+    config = parse({"xkv.port": 5557, "xkv.port_per_rank": True})
+    assert is_replicated(view(world_size=2), config, [GroupKind(True, True, False)]) is False
+
+
+def test_the_last_ranks_port_is_one() -> None:
+    config = parse({"xkv.port": 65_534, "xkv.port_per_rank": True})
+    check_supported(view(world_size=2, tp_size=2), config, FEATURES)
+    check_supported(view(world_size=3, tp_size=3), parse({"xkv.port": 65_534}), FEATURES)
+    with pytest.raises(UserError, match=r"xkv.port = 65534 rank 2's gateway has port 65536.*lower"):
+        check_supported(view(world_size=3, tp_size=3), config, FEATURES)
+
+
 def test_bytes_of_a_chunk() -> None:
     assert described().engine["chunk_bytes"] == [2 * 124, 2 * 64]
 

@@ -1,6 +1,6 @@
 """The manager: only confirmed objects hit, one failed load is a miss, nothing escapes, sheds from the tail."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +47,10 @@ class FakeCard:
     def touch(self, tags: Sequence[int]) -> None:
         self.touched.extend(tags)
 
-    def denials(self) -> tuple[Sequence[tuple[int, int]], bool]:
+    def denials(self) -> tuple[Sequence[tuple[int, int]], Mapping[int, int]]:
         found, self.new_denials = self.new_denials, []
         lost, self.lost = self.lost, False
-        return found, lost
+        return found, {0: self.table.highest_generation} if lost else {}
 
     def store_bytes(self) -> int:
         return self.backlog

@@ -142,7 +142,7 @@ def test_a_failed_read_is_a_miss_for_good(clock: Clock) -> None:
     assert one.ask("a", 1) == "M"
     assert one.ask("a", 1) == "M"
     assert one.reads.started == [], "it is not read again for this request"
-    assert one.staging.take_denied() == [(NAMESPACE, name(1), 7)] * 2
+    assert one.staging.take_denied() == [(NAMESPACE, name(1), number, 7) for number in range(2)]
     assert one.reads.free == 8
 
 

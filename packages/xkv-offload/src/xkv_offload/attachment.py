@@ -1,22 +1,26 @@
-"""How an engine reaches its gateway.
+"""How an engine reaches its gateway, or one for each rank.
 
-Owns: from the configuration to the client's `Attachment`, embedded or by port; `SchedulerCard`, the manager's view
-of its client; `StagedReads`, staging's view of it.
+Owns: from the configuration to the client's `Attachment`, embedded or by port, and each gateway's part of the ring;
+`SchedulerCard`, the manager's view of its client; `StagedReads`, staging's view of it.
 Must not know: vLLM, keys, jobs.
 """
 
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 
 from xkv_compat.vllm_symbols import ConfigView
 from xkv_store.client import Attachment, Client, GetObject
 from xkv_store.control import ControlPage, DenialReader
 from xkv_store.embedded import EmbeddedCard
+from xkv_store.errors import UserError
 from xkv_store.fragment import erase
 from xkv_store.geometry import HEADER_BYTES
 from xkv_store.key import ObjectKey
-from xkv_store.ring import RingUse
+from xkv_store.ring import RankRegions, RingUse, regions
 from xkv_store.sockets import default_socket_dir, socket_for_card, socket_for_port
 from xkv_store.table import TableReader
 from xkv_store.wire import LoadedObject, LoadStatus, Role
@@ -24,16 +28,127 @@ from xkv_store.wire import LoadedObject, LoadStatus, Role
 from .config import Config
 from .staging import Chunk, ReadDone
 
+PUBLISHED_SECONDS_MIN = 0.5  # for the answer of a gateway whose rank has published long since, whoever came late
+
 
 def ring_use(*, replicated: bool) -> RingUse:
     """How ranks use their ring: loads are leased, and where one object serves all ranks, one rank stores."""
     return RingUse.REPLICATED if replicated else RingUse.LEASED
 
 
+def gateways(view: ConfigView, config: Config) -> int:
+    """How many gateways the engine uses: one, or one for each rank."""
+    return view.world_size if config.port_per_rank else 1
+
+
+def gateway_of_rank(view: ConfigView, config: Config) -> int:
+    """Which of them this rank uses; its port is so far behind `xkv.port`."""
+    return view.rank if gateways(view, config) > 1 else 0
+
+
+def one_gateways(view: ConfigView, config: Config) -> Config:
+    """The configuration with one gateway's part of the ring: where there are several, each has a ring of its own."""
+    parts = gateways(view, config)
+    return replace(
+        config,
+        ring_bytes=config.ring_bytes // parts,
+        load_reserve_bytes=config.load_reserve_bytes // parts,
+        staged_bytes=config.staged_bytes // parts,
+    )
+
+
+def rank_region(*, view: ConfigView, config: Config, is_verified: bool, use: RingUse) -> RankRegions:
+    """A rank's part of its ring; `is_verified`: hits are, before they are given.
+
+    Raises UserError where the ring is too small for so many ranks.
+    """
+
+    def of(part: Config, ranks: int) -> RankRegions:
+        return regions(
+            ring_bytes=part.ring_bytes,
+            slot_bytes=part.fragment_bytes + HEADER_BYTES,
+            world_size=ranks,
+            load_reserve_bytes=part.load_reserve_bytes,
+            staged_bytes=part.staged_bytes if is_verified else 0,
+            use=use,
+        )[0]
+
+    whole = of(config, view.world_size)  # whose errors speak of the key's own value
+    parts = gateways(view, config)
+    return whole if parts == 1 else of(one_gateways(view, config), view.world_size // parts)
+
+
+def attach_rank(*, view: ConfigView, config: Config, staged_bytes: int, use: RingUse) -> Client:
+    """This rank's session; `staged_bytes`: of its ring, for the scheduler. Raises UserError with what to do."""
+    number = gateway_of_rank(view, config)
+    return _attach(
+        attachment(view=view, config=config, gateway=number, staged_bytes=staged_bytes, ring_use=use), view, config
+    )
+
+
+def attach_scheduler(*, view: ConfigView, config: Config) -> tuple[Client, ...]:
+    """The scheduler's sessions, one with each gateway; all or none. Raises UserError with what to do."""
+    with ExitStack() as unfinished:
+        clients = []
+        for number in range(gateways(view, config)):
+            own = attachment(view=view, config=config, gateway=number, is_scheduler=True)
+            clients.append(_attach(own, view, config))
+            unfinished.callback(clients[-1].close)
+        unfinished.pop_all()
+    return tuple(clients)
+
+
+def _attach(own: Attachment, view: ConfigView, config: Config) -> Client:
+    try:
+        return Client.attach(own)
+    except UserError as error:
+        if gateways(view, config) == 1:
+            raise
+        raise UserError(
+            f"{error} (xkv.port_per_rank: {view.world_size} ranks need gateways on ports {ports_text(view, config)})"
+        ) from error
+
+
+def ports_text(view: ConfigView, config: Config) -> str:
+    """The ports of an engine that has a gateway for each rank."""
+    assert config.port is not None, "it goes with a port"
+    return f"{config.port} to {config.port + view.world_size - 1}"
+
+
+def await_descriptors(clients: Sequence[Client], *, world_size: int, timeout_s: float) -> list[str]:
+    """What all ranks have published, each on its gateway. Raises UserError that names the ranks that are missing."""
+    if len(clients) == 1:
+        return [text for _, text in clients[0].await_namespaces(world_size, timeout_s).values()]
+    found, missing = [], []
+    deadline = time.monotonic() + timeout_s
+    for rank, client in enumerate(clients):
+        with suppress(UserError):  # it speaks of the gateway's only rank
+            own = client.await_namespaces(1, max(deadline - time.monotonic(), PUBLISHED_SECONDS_MIN))
+            found.append(own[0][1])
+            continue
+        missing.append(str(rank))
+    if missing:
+        raise UserError(
+            f"no namespace from rank {', '.join(missing)} of {world_size} within {timeout_s:.1f} s; see that worker's "
+            "log (with xkv.port_per_rank each attaches to a gateway of its own, on xkv.port + rank)"
+        )
+    return found
+
+
 def attachment(
-    *, view: ConfigView, config: Config, staged_bytes: int | None, ring_use: RingUse | None, is_scheduler: bool
+    *,
+    view: ConfigView,
+    config: Config,
+    gateway: int = 0,
+    staged_bytes: int | None = None,
+    ring_use: RingUse | None = None,
+    is_scheduler: bool = False,
 ) -> Attachment:
-    """What to attach as. Makes nothing. A scheduler gives None for what it takes from its ranks."""
+    """What to attach as, to which of the engine's gateways. Makes nothing.
+
+    A scheduler gives None for what it takes from its ranks. A rank with a gateway of its own is the only one there.
+    """
+    part, ranks = one_gateways(view, config), view.world_size // gateways(view, config)
     socket_dir = config.socket_dir or default_socket_dir()
     card = None
     if config.path is not None:
@@ -49,15 +164,15 @@ def attachment(
         socket = socket_for_card(socket_dir, config.path)
     else:
         assert config.port is not None, "a configuration has a port or a path"
-        socket = socket_for_port(socket_dir, config.port)
+        socket = socket_for_port(socket_dir, config.port + gateway)
     return Attachment(
         socket=socket,
         engine_id=view.engine_id,
         role=Role.SCHEDULER if is_scheduler else Role.RANK,
-        rank=0 if is_scheduler else view.rank,
-        world_size=view.world_size,
-        ring_bytes=config.ring_bytes,
-        load_reserve_bytes=config.load_reserve_bytes,
+        rank=0 if is_scheduler else view.rank % ranks,
+        world_size=ranks,
+        ring_bytes=part.ring_bytes,
+        load_reserve_bytes=part.load_reserve_bytes,
         staged_bytes=staged_bytes,
         ring_use=ring_use,
         fragment_bytes=config.fragment_bytes,
@@ -84,13 +199,13 @@ class SchedulerCard:
         """The gateway's current lookup table."""
         return self._client.table
 
-    def denials(self) -> tuple[Sequence[tuple[int, int]], bool]:
+    def denials(self) -> tuple[Sequence[tuple[int, int]], Mapping[int, int]]:
         """See manager.Card."""
         if self._client.control is not self._page:
             self._page = self._client.control
             self._reader = DenialReader(self._page)
         found = self._reader.poll()
-        return found.pairs, found.overflow
+        return found.pairs, {0: self._client.table.highest_generation} if found.overflow else _NONE_LOST
 
     def store_bytes(self) -> int:
         """See manager.Card."""
@@ -101,6 +216,7 @@ class SchedulerCard:
         return self._client.table.fragments(tag)
 
 
+_NONE_LOST: Mapping[int, int] = {}
 _BAD = frozenset({LoadStatus.CORRUPT, LoadStatus.FAILED, LoadStatus.TIMEOUT})  # another read would end alike
 
 
@@ -110,7 +226,7 @@ class StagedReads:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._done: deque[ReadDone] = deque()  # appended to by the client's thread
-        self._starting: list[Chunk] = []
+        self._starting: list[tuple[Chunk, int]] = []
         self.slots = client.load_region.count
 
     @property
@@ -130,21 +246,22 @@ class StagedReads:
 
     def start(self, chunk: Chunk) -> None:
         """See staging.Reads."""
-        self._starting.append(chunk)
+        for rank in range(len(chunk.slots)):
+            self.start_object(chunk, rank)
+
+    def start_object(self, chunk: Chunk, rank: int) -> None:
+        """Read one rank's object of the chunk."""
+        self._starting.append((chunk, rank))
 
     def send(self) -> None:
         """See staging.Reads. One get for all that was started since the last call."""
         if not self._starting:
             return
-        places: list[tuple[Chunk, int]] = []
+        places, self._starting = self._starting, []
         wanted: list[GetObject] = []
-        for chunk in self._starting:
-            group, block_hash = int.from_bytes(chunk.key[-4:], "big"), chunk.key[:-4]
-            for rank, slots in enumerate(chunk.slots):
-                key = ObjectKey(chunk.namespace, group, block_hash, rank)
-                wanted.append(GetObject(key=key, slots=slots, first_fragment=0))
-                places.append((chunk, rank))
-        self._starting = []
+        for chunk, rank in places:
+            key = ObjectKey(chunk.namespace, int.from_bytes(chunk.key[-4:], "big"), chunk.key[:-4], rank)
+            wanted.append(GetObject(key=key, slots=chunk.slots[rank], first_fragment=0))
         self._client.get(wanted, partial(self._answered, places))
 
     def finished(self) -> Iterable[ReadDone]:

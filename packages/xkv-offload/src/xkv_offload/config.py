@@ -31,6 +31,7 @@ class Config:
     """The checked configuration of one engine; the fields are the keys of `config_table` without their prefix."""
 
     port: int | None
+    port_per_rank: bool
     path: Path | None
     capacity_bytes: int | None
     socket_dir: Path | None
@@ -146,6 +147,12 @@ def _contradictions(given: Mapping[str, object]) -> list[str]:
         ]
         if faults:
             return faults
+    if given.get("xkv.port_per_rank"):
+        if "xkv.port" not in given:
+            return ["xkv.port_per_rank = True needs xkv.port, rank 0's gateway: an embedded card has one gateway"]
+        if given.get("xkv.tp_layout") == "replicated":
+            fault = "xkv.tp_layout = 'replicated' is one object for all ranks, and with xkv.port_per_rank = True each "
+            return [fault + "has a card of its own: leave one of them out"]
     ring = cast("int", given.get("xkv.ring_bytes", BY_NAME["xkv.ring_bytes"].default))
     reserve = cast("int", given.get("xkv.load_reserve_bytes", ring // 4))
     slot = cast("int", given.get("xkv.fragment_bytes", BY_NAME["xkv.fragment_bytes"].default)) + HEADER_BYTES

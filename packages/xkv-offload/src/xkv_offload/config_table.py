@@ -12,6 +12,7 @@ Scope = Literal["all", "port", "path"]
 
 GIB = 1 << 30
 MIB = 1 << 20
+PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +59,19 @@ KEYS: tuple[Key, ...] = (
         kind="int",
         default=None,
         low=1,
-        high=65535,
+        high=PORT_MAX,
         default_text="none; 5557 is customary",
         scope="port",
         text="The gateway to use, by the port it was started with. Excludes `xkv.path`.",
+    ),
+    Key(
+        name="xkv.port_per_rank",
+        kind="bool",
+        default=False,
+        scope="port",
+        text="A gateway for each rank: rank 0 uses that of `xkv.port`, rank 1 that of the next port, and so on. Each "
+        "has its rank's objects and its part of the ring; a hit needs all of them. Needs `xkv.port`. With it "
+        "`xkv.tp_layout` = `auto` is `per_rank`, and `replicated` is refused.",
     ),
     Key(
         name="xkv.path",

@@ -17,6 +17,7 @@ from xkv_store.wire import SLOTS_PER_OBJECT_MAX
 
 from . import sync_loads
 from .config import Config
+from .config_table import PORT_MAX
 from .identity import Descriptor, canonical
 from .layout import ObjectLayout, Page, group_layouts
 from .weights import weights_fingerprint
@@ -56,6 +57,12 @@ def check_supported(view: ConfigView, config: Config, features: Mapping[str, boo
         )
     if view.canonical_layout:
         raise UserError("canonical_layout = true is not supported: leave it out")
+    last = (config.port or 0) + view.world_size - 1
+    if config.port_per_rank and last > PORT_MAX:
+        raise UserError(
+            f"xkv.port_per_rank: with xkv.port = {config.port} rank {view.world_size - 1}'s gateway has port {last}; "
+            f"there is none above {PORT_MAX}: give a lower xkv.port"
+        )
     if config.tp_layout == "replicated" and view.world_size == 1:
         raise UserError("xkv.tp_layout = 'replicated' needs more than one rank; leave it out")
 
@@ -115,14 +122,17 @@ def check_states(view: ConfigView, layers: Mapping[str, LayerFacts] | None, feat
 
 
 def is_replicated(view: ConfigView, config: Config, group_kinds: Sequence[GroupKind] | None) -> bool:
-    """Whether one object serves all ranks. Raises UserError where that was asked for and would be wrong."""
+    """Whether one object serves all ranks. Raises UserError where that was asked for and would be wrong.
+
+    Never where each rank has a gateway of its own: none of them has what the others write (ADR 0011).
+    """
     identical = bool(group_kinds) and all(kind.mla for kind in group_kinds or ())
     if config.tp_layout == "replicated" and not identical:
         raise UserError(
             "xkv.tp_layout = 'replicated' is wrong here: pages are identical on every rank only where "
             "every layer of every group is MLA; use 'auto' or 'per_rank'"
         )
-    return view.world_size > 1 and identical and config.tp_layout != "per_rank"
+    return view.world_size > 1 and identical and config.tp_layout != "per_rank" and not config.port_per_rank
 
 
 def layouts(view: ConfigView, kv_caches: Any) -> tuple[ObjectLayout, ...]:

@@ -13,8 +13,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from xkv_store.key import chunk_tag, ranks_mask, tag_salt
+from xkv_store.key import chunk_tag
 
+from .entries import Entry, entries, gateway_of
 from .identity import after_reset
 from .metrics import Increments, metric_name
 from .staging import Answer, Staging
@@ -39,32 +40,31 @@ class Table(Protocol):
     def lookup(self) -> Callable[[int], tuple[int, int] | None]:
         """Tag to (generation, ranks bitmap), or None."""
 
-    @property
-    def highest_generation(self) -> int:
-        """The highest confirmed generation."""
-
 
 class Card(Protocol):
-    """What the manager asks of its attachment to the gateway (see `attachment.SchedulerCard`)."""
+    """What the manager asks of its attachment to the gateway, or to one for each rank.
+
+    See `attachment.SchedulerCard` and `port_per_rank.CardPerRank`. Tags are those of `entries`.
+    """
 
     @property
     def table(self) -> Table:
         """The gateway's current lookup table."""
 
     def alive(self) -> bool:
-        """Connected, with a fresh heartbeat."""
+        """Connected, with a fresh heartbeat; of several gateways, all."""
 
     def touch(self, tags: Sequence[int]) -> None:
         """Tell recency, one-way."""
 
-    def denials(self) -> tuple[Sequence[tuple[int, int]], bool]:
-        """New denials (tag, generation), and whether some were lost."""
+    def denials(self) -> tuple[Sequence[tuple[int, int]], Mapping[int, int]]:
+        """New denials (tag, generation); and by gateway where some were lost: nothing is believed up to there."""
 
     def store_bytes(self) -> int:
         """Bytes of the ring that are on their way to the card, on the rank that has most."""
 
     def fragments(self, tag: int) -> int:
-        """Fragments of each rank's object of a chunk."""
+        """Fragments of the largest object of which this tag's entry speaks."""
 
     def close(self) -> None:
         """Detach."""
@@ -89,7 +89,7 @@ class ManagerOptions:
 
     `group_bytes`: by vLLM's group number, bytes of the ring that a whole chunk takes on one rank, in whole slots
     (0: the group is never stored).
-    `store_backlog_bytes`: per rank. `loads`, `stores`: by vLLM's kv_role.
+    `store_backlog_bytes`: per rank. `loads`, `stores`: by vLLM's kv_role. `gateways`: one, or one for each rank.
     """
 
     namespace: bytes
@@ -98,6 +98,7 @@ class ManagerOptions:
     store_backlog_bytes: int
     loads: bool
     stores: bool
+    gateways: int = 1
 
 
 @dataclass(slots=True)
@@ -128,11 +129,11 @@ class XkvManager:
         }
         self._counts = Increments()
         self._namespace = options.namespace
-        self._salts: dict[bytes, list[tuple[int, int]]] = {}
+        self._entries: dict[bytes, tuple[Entry, ...]] = {}  # of each group's chunks
         self._touched: list[int] = []
         self._denied: dict[int, int] = {}
-        self._denied_up_to = -1
-        self._pending: dict[bytes, tuple[float, int]] = {}  # until when, and what was denied of it by then
+        self._denied_up_to: dict[int, int] = {}  # by gateway, each counts generations of its own
+        self._pending: dict[bytes, tuple[float, tuple[int, ...]]] = {}  # until when, and what was denied of it by then
         self._prepared_bytes: dict[bytes, int] = {}
         self._requests: dict[str, _Request] = {}
         self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
@@ -167,51 +168,56 @@ class XkvManager:
 
     def _verified(self, staging: Staging, key: bytes, req_id: str) -> Answer:
         """What staging says of a chunk that the card holds."""
-        salt, _ = self._salts[key[-4:]][0]
         answer = staging.lookup(
             req_id=req_id,
             namespace=self._namespace,
             key=key,
             objects=self._options.ranks,
-            fragments=lambda: self._card.fragments(chunk_tag(salt, key[:-4])),
+            fragments=lambda: max(self._card.fragments(tag) for tag in self._tags(key)),
         )
         if timeouts := staging.take_timeouts():
             self._counts.add("pending_timeouts", timeouts)
-        for namespace, denied, generation in staging.take_denied():
+        for namespace, denied, rank, generation in staging.take_denied():
             self._counts.add("verify_failures")
             if namespace == self._namespace:
-                salts = self._salts.get(denied[-4:]) or self._new_salts(denied[-4:])
-                for each, _ in salts:
-                    self._deny(chunk_tag(each, denied[:-4]), generation)
+                for entry in self._entries_of(denied):
+                    if rank in entry.ranks:
+                        self._deny(chunk_tag(entry.salt, denied[:-4]), generation)
         return answer
 
     def _held(self, key: bytes, *, touch: bool) -> bool:
         """Whether all ranks' objects are confirmed and not denied."""
         lookup = self._card.table.lookup
-        salts = self._salts.get(key[-4:])
-        if salts is None:
-            salts = self._new_salts(key[-4:])
         block_hash = key[:-4]
-        for salt, mask in salts:
+        for salt, bits, _ in self._entries_of(key):
             tag = chunk_tag(salt, block_hash)
-            entry = lookup(tag)
-            if entry is None or entry[1] & mask != mask:
+            found = lookup(tag)
+            if found is None or found[1] & bits != bits:
                 return False
-            if self._is_denied(tag, entry[0]):
+            if self._is_denied(tag, found[0]):
                 self._counts.add("lookup_denied")
                 return False
             if touch and len(self._touched) < TOUCHED_MAX:
                 self._touched.append(tag)
         return True
 
-    def _new_salts(self, group: bytes) -> list[tuple[int, int]]:
-        number = int.from_bytes(group, "big")
-        salts = [(tag_salt(self._namespace, number, page), mask) for page, mask in ranks_mask(self._options.ranks)]
-        self._salts[group] = salts
-        return salts
+    def _entries_of(self, key: bytes) -> tuple[Entry, ...]:
+        """The entries that a hit of `key` needs."""
+        group = key[-4:]
+        found = self._entries.get(group)
+        if found is None:
+            number, options = int.from_bytes(group, "big"), self._options
+            found = entries(self._namespace, number, ranks=options.ranks, gateways=options.gateways)
+            self._entries[group] = found
+        return found
+
+    def _tags(self, key: bytes) -> list[int]:
+        return [chunk_tag(salt, key[:-4]) for salt, _, _ in self._entries_of(key)]
 
     def _is_denied(self, tag: int, generation: int) -> bool:
-        return generation <= self._denied_up_to or generation <= self._denied.get(tag, -1)
+        return generation <= self._denied.get(tag, -1) or (
+            bool(self._denied_up_to) and generation <= self._denied_up_to.get(gateway_of(tag), -1)
+        )
 
     def _deny(self, tag: int, generation: int) -> None:
         self._denied[tag] = max(generation, self._denied.pop(tag, -1))
@@ -223,7 +229,7 @@ class XkvManager:
         while len(self._denied) > DENIED_MAX:
             self._denied.pop(next(iter(self._denied)))
         if lost:
-            self._denied_up_to = self._card.table.highest_generation
+            self._denied_up_to.update(lost)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Recency comes from lookups (vLLM stops calling this from 0.31 on)."""
@@ -282,8 +288,8 @@ class XkvManager:
             backlog += size
             chosen.append(key)
             positions.append(position)
-            denied = self._denied_generation(key)
-            replace.append(denied >= 0)
+            denied = self._denied_generations(key)
+            replace.append(max(denied) >= 0)
             self._pending.pop(key, None)
             self._pending[key] = (now + PENDING_SECONDS, denied)
             self._prepared_bytes[key] = size
@@ -307,16 +313,18 @@ class XkvManager:
                 self._requests.pop(next(iter(self._requests)))
         return request
 
-    def _denied_generation(self, key: bytes) -> int:
-        """The highest generation that this engine does not believe, though the card may hold it; -1 for none."""
-        salts = self._salts.get(key[-4:]) or self._new_salts(key[-4:])
-        denied = (self._denied.get(chunk_tag(salt, key[:-4]), -1) for salt, _ in salts)
-        return max(self._denied_up_to, *denied)
+    def _denied_generations(self, key: bytes) -> tuple[int, ...]:
+        """For each entry, the highest generation that this engine does not believe, though the card may hold it.
+
+        -1 for none.
+        """
+        up_to = self._denied_up_to
+        return tuple(max(self._denied.get(tag, -1), up_to.get(gateway_of(tag), -1)) for tag in self._tags(key))
 
     def _is_pending(self, key: bytes, now: float) -> bool:
         """Whether it was stored a moment ago. What was denied since then is stored again at once."""
-        until, denied = self._pending.get(key, (0.0, -1))
-        return until > now and self._denied_generation(key) == denied
+        until, denied = self._pending.get(key, (0.0, ()))
+        return until > now and self._denied_generations(key) == denied
 
     def _shed(self, request: _Request, keys: int) -> None:
         """Not this and, for the rest of the request, no later chunk: a prefix without its middle is never hit."""
@@ -373,7 +381,7 @@ class XkvManager:
         blocks of sliding windows that have other owners by now, and computed before whatever the reset is for.
         """
         self._namespace = after_reset(self._options.namespace, os.urandom(16))
-        self._salts.clear()
+        self._entries.clear()
         self._pending.clear()
         self._prepared_bytes.clear()
         self._requests.clear()

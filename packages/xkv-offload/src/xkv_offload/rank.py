@@ -21,9 +21,9 @@ from .mapping import MappingError
 class RankContext:
     """One rank of one engine.
 
-    `object_rank`: the rank in its objects' keys (0 on every rank where one object serves all); `writes`: whether this
-    rank puts them. `layouts`, `lone_last_block`: by position of the group. `positions`: vLLM's group number to
-    position.
+    `rank`: its number on its gateway (0 where it has one of its own). `object_rank`: the rank in its objects' keys (0
+    on every rank where one object serves all); `writes`: whether this rank puts them. `layouts`, `lone_last_block`: by
+    position of the group. `positions`: vLLM's group number to position.
     """
 
     client: Client

@@ -26,14 +26,24 @@ from xkv_compat.vllm_symbols import (
 )
 from xkv_store.client import Client
 from xkv_store.geometry import HEADER_BYTES, Geometry
-from xkv_store.ring import regions, staged_slots
+from xkv_store.ring import staged_slots
 
 from . import description, failures, identity, sync_loads
-from .attachment import SchedulerCard, StagedReads, attachment, ring_use
+from .attachment import (
+    attach_rank,
+    attach_scheduler,
+    await_descriptors,
+    gateways,
+    one_gateways,
+    ports_text,
+    rank_region,
+    ring_use,
+)
 from .config import parse
 from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
 from .metrics import COUNTERS, metric_name
+from .port_per_rank import card_of, reads_of
 from .rank import RankContext
 from .reports import failure_log
 from .staging import Staging
@@ -87,11 +97,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
     def get_manager(self) -> XkvManager:
         """The scheduler's side: attach, wait for the ranks' identities, adopt the namespace."""
         view, config = self._view, self._config
-        client = Client.attach(
-            attachment(view=view, config=config, staged_bytes=None, ring_use=None, is_scheduler=True)
-        )
-        published = client.await_namespaces(view.world_size, config.connect_timeout_ms / 1000)
-        descriptors = [identity.Descriptor.from_text(text) for _, text in published.values()]
+        clients = attach_scheduler(view=view, config=config)
+        texts = await_descriptors(clients, world_size=view.world_size, timeout_s=config.connect_timeout_ms / 1000)
+        descriptors = [identity.Descriptor.from_text(text) for text in texts]
         engine: Mapping[str, Any] = next(one.engine for one in descriptors if one.rank == 0)
         adopted = identity.adopt(
             descriptors=descriptors,
@@ -104,7 +112,8 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             logger.warning(
                 "What this engine stores cannot be hit by another launch: %s", "; ".join(adopted.own_because)
             )
-        client.publish_namespace(adopted.namespace, adopted.text)
+        for client in clients:
+            client.publish_namespace(adopted.namespace, adopted.text)
         ranks = 1 if engine["replicated"] else view.world_size
         geometry = Geometry.of_fragment_bytes(config.fragment_bytes)
         slots = [geometry.fragments(size) if size else 0 for size in engine["chunk_bytes"]]
@@ -113,10 +122,10 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         logger.info(
             "xkv: namespace %s, %s",
             adopted.namespace.hex(),
-            f"one object for all {view.world_size} ranks" if engine["replicated"] else f"{ranks} rank(s)",
+            self._ranks_text(replicated=engine["replicated"]),
         )
         return _Manager(
-            card=SchedulerCard(client),
+            card=card_of(clients),
             options=ManagerOptions(
                 namespace=adopted.namespace,
                 ranks=ranks,
@@ -124,8 +133,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 store_backlog_bytes=config.store_backlog_bytes or rank_ring_bytes // 2,
                 loads=engine["kv_role"] != "kv_producer",
                 stores=engine["kv_role"] != "kv_consumer",
+                gateways=len(clients),
             ),
-            staging=self._staging(client, slots=slots, ranks=ranks) if engine["channel"] == "verified" else None,
+            staging=self._staging(clients, slots=slots, ranks=ranks) if engine["channel"] == "verified" else None,
             words=Words(
                 miss=_framework.LookupResult.MISS,
                 hit=_framework.LookupResult.HIT,
@@ -137,11 +147,19 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             ),
         )
 
-    def _staging(self, client: Client, *, slots: Sequence[int], ranks: int) -> Staging:
+    def _ranks_text(self, *, replicated: bool) -> str:
+        """How many objects a chunk has, and where."""
+        ranks = self._view.world_size
+        if replicated:
+            return f"one object for all {ranks} ranks"
+        if gateways(self._view, self._config) > 1:
+            return f"{ranks} ranks with a gateway each, ports {ports_text(self._view, self._config)}"
+        return f"{ranks} rank(s)"
+
+    def _staging(self, clients: Sequence[Client], *, slots: Sequence[int], ranks: int) -> Staging:
         """Where hits are verified first. `slots`: of a whole chunk of each group on one rank."""
-        reads = StagedReads(client)
         staging = Staging(
-            reads,
+            reads_of(clients),
             pending_seconds=self._config.pending_timeout_ms / 1000,
             groups=sum(number > 0 for number in slots),
         )
@@ -177,7 +195,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             failure_policy=kv_load_failure_policy(vllm_config),
         )
         replicated = description.is_replicated(view, config, group_kinds)
-        staged_bytes = config.staged_bytes if failure_plan.channel == "verified" else 0
+        is_verified = failure_plan.channel == "verified"
         described = description.describe(
             view=view,
             config=config,
@@ -192,21 +210,16 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         )
         layouts = description.layouts(view, kv_caches)
         use = ring_use(replicated=replicated)
-        region = regions(
-            ring_bytes=config.ring_bytes,
-            slot_bytes=config.fragment_bytes + HEADER_BYTES,
-            world_size=view.world_size,
-            load_reserve_bytes=config.load_reserve_bytes,
-            staged_bytes=staged_bytes,
-            use=use,
-        )[0]
+        region = rank_region(view=view, config=config, is_verified=is_verified, use=use)
+        staged_bytes = one_gateways(view, config).staged_bytes if is_verified else 0
         staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=config.fragment_bytes + HEADER_BYTES)
+        sharers = view.world_size // gateways(view, config)  # ranks whose objects are staged in one ring
         description.check_room(
             chunk_bytes=[layout.chunk_bytes for layout in layouts],
             config=config,
             world_size=view.world_size,
-            load_slots=min(region.lease_slots, staged // (1 if replicated else view.world_size))
-            if staged
+            load_slots=min(region.lease_slots, staged // (1 if replicated else sharers))
+            if is_verified
             else region.lease_slots,
             store_slots=region.store_slots,
         )
@@ -216,9 +229,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             layouts=layouts,
             fragment_bytes=config.fragment_bytes,
         )
-        client = Client.attach(
-            attachment(view=view, config=config, staged_bytes=staged_bytes, ring_use=use, is_scheduler=False)
-        )
+        client = attach_rank(view=view, config=config, staged_bytes=staged_bytes, use=use)
         ring, own = client.ring, (client.store_region, client.load_region)
         mover.use_ring(
             ring.array,
@@ -229,7 +240,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         return _Worker(
             context=RankContext(
                 client=client,
-                rank=view.rank,
+                rank=view.rank % sharers,
                 object_rank=0 if replicated else view.rank,
                 writes=not replicated or view.rank == 0,
                 blocks_per_chunk=view.blocks_per_chunk,

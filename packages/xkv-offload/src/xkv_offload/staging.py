@@ -71,7 +71,7 @@ class Chunk:
 
 
 class Reads(Protocol):
-    """The scheduler's attachment, as far as staging needs it."""
+    """The scheduler's attachment, as far as staging needs it; slots may be of several rings."""
 
     @property
     def slots(self) -> int:
@@ -82,10 +82,10 @@ class Reads(Protocol):
         """Those of them that can be taken now."""
 
     def take(self, count: int) -> list[int] | None:
-        """Slots, or None where there are not so many free."""
+        """Slots for a chunk's objects, which are of one size, one's after the other's; None for want of free ones."""
 
     def give(self, slots: Sequence[int]) -> None:
-        """Erase these slots' headers, and take them back."""
+        """Erase the headers of a chunk's slots, in the order in which they were taken, and take them back."""
 
     def start(self, chunk: Chunk) -> None:
         """Read every object of the chunk; each ends in `finished`, also where there is no gateway."""
@@ -130,7 +130,7 @@ class Staging:
         self._queue: deque[str] = deque()  # by first lookup; all but the first have nothing or all they want
         self._in_jobs: dict[str, dict[bytes, Chunk]] = {}
         self._quarantine: deque[tuple[float, Chunk]] = deque()
-        self._denied: list[tuple[bytes, bytes, int]] = []
+        self._denied: list[tuple[bytes, bytes, int, int]] = []
         self._step = 0
         self._timeouts = 0
 
@@ -309,8 +309,8 @@ class Staging:
             chunk.jobs -= 1
             self._let_go(chunk)
 
-    def take_denied(self) -> list[tuple[bytes, bytes, int]]:
-        """(namespace, key, generation) of objects whose read failed, since the last call."""
+    def take_denied(self) -> list[tuple[bytes, bytes, int, int]]:
+        """(namespace, key, object, generation) of objects whose read failed, since the last call."""
         taken, self._denied = self._denied, []
         return taken
 
@@ -337,7 +337,7 @@ class Staging:
             else:
                 chunk.state = State.FAILED
                 if done.denied:
-                    self._denied.append((chunk.namespace, chunk.key, done.generation))
+                    self._denied.append((chunk.namespace, chunk.key, done.object, done.generation))
             if chunk.outstanding == 0:
                 if chunk.state is State.READING:
                     chunk.state = State.READY

@@ -68,13 +68,20 @@ class GatewayProcess:
     """`xkv gateway run` as a process of its own. Make it with `running_gateway`."""
 
     def __init__(
-        self, *, card: Path, socket_dir: Path, points: Path, options: Sequence[str], faults: Path | None = None
+        self,
+        *,
+        card: Path,
+        socket_dir: Path,
+        points: Path,
+        options: Sequence[str],
+        faults: Path | None = None,
+        port: int = PORT,
     ) -> None:
         self.points = points
         self._faults = faults
         points.mkdir(exist_ok=True)
         words = ["gateway", "run", "--json", "--card", str(card), "--socket-dir", str(socket_dir)]
-        words += ["--port", str(PORT), *options]
+        words += ["--port", str(port), *options]
         self._output, output = _PROCESSES.Pipe(duplex=False)
         self._process = _PROCESSES.Process(
             target=_run, args=(words, str(points), str(faults or ""), output, os.getpid())
