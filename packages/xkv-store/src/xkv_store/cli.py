@@ -46,16 +46,17 @@ def _options(
     """KV objects on local NVMe cards: the gateway and what looks after it."""
 
 
-def program(words: Sequence[str] = ()) -> typer.Typer:
-    """The program with our commands and those that other packages bring, which come first where names are equal.
+def program(words: Sequence[str] = (), others: contributed.Commands | None = None) -> typer.Typer:
+    """The program with our commands and those that `others` bring (None: the packages that are installed).
 
-    With `words`, a command line, what it cannot be about is not loaded. Raises UserError for a package that is broken.
+    Where names are equal, theirs is taken. With `words`, a command line, what it cannot be about is not loaded. Raises
+    UserError for a package that is broken.
     """
     app = typer.Typer(
         name="xkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
     )
     app.callback()(_options)
-    theirs = contributed.found()
+    theirs = contributed.found() if others is None else others
     wanted = next((word for word in words if not word.startswith("-")), None)
     for name, register in _OWN.items():
         if name not in theirs:
@@ -70,12 +71,12 @@ _USAGE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
 """Some releases of typer bring click under a name of their own: this is its class by any name."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. The console script hands it to `sys.exit`."""
+def main(arguments: Sequence[str] | None = None, others: contributed.Commands | None = None) -> int:
+    """Run one command; returns its exit code. The console script hands it to `sys.exit`. `others`: as of `program`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     output = Output(json="--json" in words)
     try:
-        code = program(words)(args=words, prog_name="xkv", standalone_mode=not output.json)
+        code = program(words, others)(args=words, prog_name="xkv", standalone_mode=not output.json)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else EXIT_FAILURE
     except (UserError, _USAGE_ERROR) as error:

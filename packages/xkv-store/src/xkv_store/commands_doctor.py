@@ -71,10 +71,12 @@ def subject_of(  # noqa: PLR0917  the options, in the order of the command
     measures: bool,
 ) -> Subject:
     """What these options name."""
+    is_embedded = card is not None and port is None and socket is None
     return Subject(
-        socket=named_socket(port, socket_dir, card, socket),
+        # A gateway may be named beside a card: where it does not answer, the card is looked at all the same.
+        socket=named_socket(port, socket_dir, card if is_embedded else None, socket),
         card=card,
-        embedded=card is not None,
+        embedded=is_embedded,
         ring_bytes=RING_BYTES_DEFAULT if ring is None else parse_size_bytes("--ring", ring),
         pid=pid,
         measures=measures,

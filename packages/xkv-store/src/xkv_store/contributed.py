@@ -6,25 +6,28 @@ Must not know: which packages there are, what their commands do, versions.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Final
+from typing import Final
+
+import typer
 
 from .errors import UserError
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import typer
+Register = Callable[[typer.Typer], None]
+Load = Callable[[], Register]
+Commands = Mapping[str, Load]
+"""Command → what loads the function that adds it to the program."""
 
 GROUP: Final = "xkv.commands"
 
 
-def found() -> Mapping[str, Callable[[], Callable[[typer.Typer], None]]]:
-    """Command → what loads the function that adds it to the program. Nothing of those packages is imported."""
+def found() -> Commands:
+    """What the installed packages say. Nothing of them is imported."""
     return {entry.name: entry.load for entry in entry_points(group=GROUP)}
 
 
-def register(app: typer.Typer, name: str, load: Callable[[], Callable[[typer.Typer], None]]) -> None:
+def register(app: typer.Typer, name: str, load: Load) -> None:
     """Add one command. Raises UserError where its package cannot be imported."""
     try:
         add = load()

@@ -16,7 +16,7 @@ from ..geometry import HEADER_BYTES, SLOT_BYTES  # noqa: TID252
 from ..io_pool import IO_THREADS_DEFAULT  # noqa: TID252
 from .findings import note, of_error
 from .folder import examine_databases, examine_direct, examine_owner, examine_room, gather_folder, nearest
-from .limits import Limits, examine_memlock, examine_memory, gather_limits
+from .limits import examine_memlock, examine_memory, gather_limits
 from .medium import Bandwidth, examine_bandwidth, measure
 from .round_trip import examine_trip, gather_trip
 from .service import State, examine_gateway, examine_socket, gather_gateway, gather_socket
@@ -67,11 +67,20 @@ class Examined:
 
 def examine(subject: Subject) -> Examined:
     """Look at everything. Raises UserError for what is no finding: a process that is not there."""
+    limits = gather_limits(subject.pid)
+    found = [
+        examine_memlock(limits, ring_bytes=subject.ring_bytes),
+        examine_memory(limits, ring_bytes=subject.ring_bytes),
+    ]
+    examined = examine_service(subject)
+    examined.findings[:0] = found
+    return examined
+
+
+def examine_service(subject: Subject) -> Examined:
+    """Look at a gateway and its card."""
     examined = Examined()
     found = examined.findings
-    limits: Limits = gather_limits(subject.pid)
-    found.append(examine_memlock(limits, ring_bytes=subject.ring_bytes))
-    found.append(examine_memory(limits, ring_bytes=subject.ring_bytes))
     uid = os.geteuid()
     found += examine_socket(gather_socket(subject.socket), uid=uid, trusted_uids=subject.trusted_uids)
     gateway = gather_gateway(subject.socket)

@@ -100,10 +100,6 @@ def examine_owner(facts: FolderFacts, *, uid: int) -> Finding:
         where = "" if status is not None else ", where it would be made,"
         remedy = f"chmod u+rwx {nearest(folder)}, or name a folder of your own with --card or xkv.path"
         return fault("card", f"this user may not write to {nearest(folder)}{where}", serves, remedy)
-    if facts.is_link:
-        return note(
-            "card", f"{folder} is a link to {folder.resolve()}", "name it the same everywhere: it names a socket"
-        )
     what = "is this user's alone to write" if status is not None else "is not there yet, and can be made"
     link = f", by a link to {folder.resolve()}" if facts.is_link else ""
     return ok("card", f"{folder} {what}{link}")

@@ -16,6 +16,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -26,7 +27,7 @@ from ..errors import MediumError, UserError  # noqa: TID252
 from ..geometry import DATA_OFFSET, NAMESPACE_BYTES, SLOT_BYTES, Geometry  # noqa: TID252
 from ..io_pool import IO_THREADS_DEFAULT  # noqa: TID252
 from ..key import ObjectKey  # noqa: TID252
-from ..plans import PutPlan  # noqa: TID252
+from ..plans import GetPlan, PutPlan  # noqa: TID252
 from ..sizes import format_size  # noqa: TID252
 from .findings import note, ok
 
@@ -103,18 +104,25 @@ def _timed(card: Card, *, objects: int, length: int, threads: int) -> Bandwidth:
     plans = [card.begin_put(_key(number), length, 0, number, False, time.monotonic_ns()) for number in range(objects)]
     puts = [plan for plan in plans if isinstance(plan, PutPlan)]
     slots = _Buffers(fragments=puts[0].fragments, slot_bytes=card.geometry.slot_bytes)
-    wrote, write_s = _spread([lambda plan=plan: card.write(plan, slots.mine()) for plan in puts], threads)
+
+    def write(plan: PutPlan) -> None:
+        card.write(plan, slots.mine())
+
+    def read(plan: GetPlan) -> None:
+        card.read(plan, slots.mine(), 0)
+
+    wrote, write_s = _spread([partial(write, plan) for plan in puts], threads)
     for place, plan in enumerate(puts):
         # What was not begun in time is given back: its slots hold nothing.
         card.finish_put(plan, None if place < wrote else MediumError(0, "not written in time"))
     gets = [got for plan in puts[:wrote] if (got := card.begin_get(plan.key, time.monotonic_ns())) is not None]
-    read, read_s = _spread([lambda plan=plan: card.read(plan, slots.mine(), 0) for plan in gets], threads)
+    got_back, read_s = _spread([partial(read, got) for got in gets], threads)
     for got in gets:
         card.end_get(got)
     return Bandwidth(
         write_bytes_per_s=wrote * length / write_s,
-        read_bytes_per_s=read * length / read_s,
-        moved_bytes=min(wrote, read) * length,
+        read_bytes_per_s=got_back * length / read_s,
+        moved_bytes=min(wrote, got_back) * length,
         direct=all(database["direct"] for database in card.status()["databases"]),
     )
 

@@ -159,9 +159,8 @@ def _away(facts: GatewayFacts, *, path: Path, embedded: bool) -> Finding:
             return fault("gateway", what, f"an engine does not start with it, and of one that runs {MISSES}", remedy)
         case State.OTHER_VERSION:
             remedy = "install one release of xkv for gateway and engines: stop the gateway, install, start it"
-            return [
-                fault("gateway", facts.error, f"engines do not start with it (theirs is {PROTOCOL_VERSION})", remedy)
-            ]
+            follows = f"engines do not start with it (theirs is version {PROTOCOL_VERSION})"
+            return fault("gateway", facts.error, follows, remedy)
         case _:
             return of_error("gateway", UserError(facts.error), "engines do not start with it")
 
