@@ -582,9 +582,9 @@ def test_an_index_that_does_not_keep_up_sheds(make: Make, monkeypatch: pytest.Mo
 
 def test_namespaces_are_kept(make: Make) -> None:
     driver = make()
-    driver.card.put_namespace(b"n" * 16, '{"model": "m"}')
+    driver.card.contents.put_namespace(b"n" * 16, '{"model": "m"}')
     driver.commit()
     driver.crash()
-    assert driver.card.namespaces() == {b"n" * 16: '{"model": "m"}'}
+    assert driver.card.contents.descriptors() == {b"n" * 16: '{"model": "m"}'}
     with pytest.raises(PeerError):
-        driver.card.put_namespace(b"n" * 16, "x" * 70_000)
+        driver.card.contents.put_namespace(b"n" * 16, "x" * 70_000)

@@ -252,7 +252,7 @@ def test_a_kernel_that_takes_no_more_of_the_index(options: CardOptions) -> None:
     former = resource.getrlimit(resource.RLIMIT_FSIZE)
     for number in range(1, 4):
         descriptor = str(number) * 20_000
-        driver.card.put_namespace(bytes([number]) * 16, descriptor)
+        driver.card.contents.put_namespace(bytes([number]) * 16, descriptor)
         resource.setrlimit(resource.RLIMIT_FSIZE, (16_384, former[1]))
         try:
             driver.commit_or_fail()
@@ -262,7 +262,7 @@ def test_a_kernel_that_takes_no_more_of_the_index(options: CardOptions) -> None:
         assert driver.get(key_of(0)) == content_of(0)
         driver.tick(RETRY_MS)
         assert driver.put_or_fail(key_of(number), content_of(number))
-        assert driver.card.namespaces()[bytes([number]) * 16] == descriptor, "it rides in the next commit"
+        assert driver.card.contents.descriptors()[bytes([number]) * 16] == descriptor, "it rides in the next commit"
         driver.tick(RETRY_MS)
     assert [driver.get(key_of(number)) for number in range(4)] == [content_of(number) for number in range(4)]
     whole(driver)

@@ -612,7 +612,7 @@ for at in range(2 * 4096, len(sound), 4096):
     (index / "data.mdb").write_bytes(sound[:at] + bytes(4096) + sound[at + 4096 :])
     for start in range(2):
         if os.fork() == 0:
-            assert len(Card.open(CardOptions(folder=folder)).keys_after(b"", 1_000)) == 300
+            assert len(Card.open(CardOptions(folder=folder)).contents.keys_after(b"", 1_000)) == 300
             os.kill(os.getpid(), signal.SIGKILL)
         print(os.WTERMSIG(os.wait()[1]), end=" ")
     print()

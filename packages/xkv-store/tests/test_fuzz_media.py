@@ -69,7 +69,7 @@ def original() -> Iterator[Original]:
     driver = CardDriver(options)
     for number, key in enumerate(KEYS):
         driver.put(key, content_of(number), family=number % 3, position=number)
-    driver.card.put_namespace(b"n" * 16, "{}")
+    driver.card.contents.put_namespace(b"n" * 16, "{}")
     driver.commit()
     driver.close()
     options = replace(options, capacity_bytes=None, databases=None, slot_bytes=None, create=False)
@@ -132,7 +132,7 @@ def live_on(options: CardOptions) -> CardDriver:
     slots = driver.card.slots()
     assert (slots["in_flight"], slots["limbo"], sum(slots.values())) == (0, 0, driver.card.slots_total)
     assert min(slots.values()) >= 0
-    driver.card.namespaces()
+    driver.card.contents.descriptors()
     driver.close()
     return driver
 

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -32,6 +32,7 @@ from xkv_store.testing.effort import chances
 from xkv_store.testing.peer import Peer
 from xkv_store.testing.processes import PORT, GatewayProcess, running_gateway
 from xkv_store.wire import LoadStatus, Role, StoreStatus
+from xkv_store.wire_tools import ListNamespaces, ListObjects, Purge, PurgeObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -226,6 +227,9 @@ put_objects = st.builds(
 )
 get_objects = st.builds(wire.GetObject, keys, slot_lists, u32s)
 lease_objects = st.builds(wire.LeaseObject, keys, u32s, st.integers(1, wire.SLOTS_PER_OBJECT_MAX))
+purge_objects = st.builds(PurgeObject, keys, st.one_of(st.integers(1, 200), u64s))
+namespaces = st.one_of(st.sampled_from([bytes(16), b"f" * 16]), st.binary(min_size=16, max_size=16))
+key_parts = st.one_of(st.sampled_from([b"", b"f" * 16, key_of(101)]), st.binary(max_size=55))
 # No Stop: a tool may say it, and the gateway ends.
 messages = st.one_of(
     hellos,
@@ -240,6 +244,9 @@ messages = st.one_of(
     st.builds(wire.Touch, st.lists(u64s, max_size=5).map(tuple)),
     st.builds(wire.Cancel, u64s),
     st.builds(wire.AskStatus, u64s),
+    st.builds(ListNamespaces, u64s, st.binary(max_size=16)),
+    st.builds(ListObjects, u64s, key_parts, st.one_of(key_parts, st.binary(max_size=56))),
+    st.builds(Purge, u64s, st.lists(purge_objects, max_size=3).map(tuple), st.lists(namespaces, max_size=3).map(tuple)),
 )
 anything = st.recursive(
     st.one_of(
@@ -264,6 +271,9 @@ TAGS = [
         wire.Release,
         wire.Touch,
         wire.Cancel,
+        ListNamespaces,
+        ListObjects,
+        Purge,
         wire.Welcome,
         wire.Stored,
     )
@@ -362,6 +372,21 @@ def conversations(draw: st.DrawFn) -> tuple[Packet, list[Packet]]:
     return first, then
 
 
+@st.composite
+def tools(draw: st.DrawFn) -> tuple[Packet, list[Packet]]:
+    """A tool that looks at the card and purges what the hostile have put; and says anything in between."""
+    asks: list[st.SearchStrategy[wire.FromClient]] = [
+        st.builds(ListNamespaces, u64s, st.sampled_from([b"", b"f" * 16])),
+        st.builds(ListObjects, u64s, key_parts, st.sampled_from([b"", key_of(102), key_of(103) + b"\0"])),
+        st.builds(
+            Purge, u64s, st.lists(purge_objects, max_size=128).map(tuple), st.lists(namespaces, max_size=64).map(tuple)
+        ),
+    ]
+    then = draw(st.lists(st.one_of(*(ask.map(wire.encode) for ask in asks)), min_size=1, max_size=6))
+    between: list[Packet] = draw(st.lists(said, max_size=1))
+    return (hello_of(role=Role.TOOL, engine_id="t"), ()), [*((packet, ()) for packet in then), *between]
+
+
 openings = st.tuples(
     st.one_of(attempts, said, st.tuples(good_hellos.map(wire.encode), no_descriptors)), st.lists(said, max_size=5)
 )
@@ -372,7 +397,7 @@ a_page_that_cannot_be_read = ("sealed", "write-only")
 @example(said_all=((hello_of(), a_page_that_cannot_be_read), []), leaves=True)
 @example(said_all=((hello_of(ring_bytes=2**63), ()), []), leaves=True)
 @example(said_all=((hello_of(ring_bytes=2**24 * SLOT, world_size=4_096), ()), []), leaves=False)
-@given(said_all=st.one_of(conversations(), conversations(), openings), leaves=st.booleans())
+@given(said_all=st.one_of(conversations(), conversations(), tools(), openings), leaves=st.booleans())
 def test_any_packets_in_any_order(house: House, said_all: tuple[Packet, list[Packet]], leaves: bool) -> None:
     first, then = said_all
     hostile = Hostile(house)
@@ -395,7 +420,7 @@ def test_any_packets_in_any_order(house: House, said_all: tuple[Packet, list[Pac
 def test_the_packets_came_far(house: House) -> None:
     """Examples that are all refused at their first packet would try nothing."""
     assert house.heard["Welcome"] >= house.examples // 8, house.heard
-    for answer in ("Stored", "Loaded", "Status"):
+    for answer in ("Stored", "Loaded", "Status", "ListedNamespaces", "ListedObjects", "Purged"):
         assert house.heard[answer] >= house.examples // 50, house.heard
     assert house.heard["Refused"] >= house.examples // 4, house.heard
 
@@ -438,6 +463,31 @@ def test_any_descriptors_beside_a_hello(house: House, kinds_of: tuple[str, str],
     finally:
         hostile.peer.close()
     house.example_is_over()
+
+
+def test_a_tool_that_asks_without_reading_is_bounded(house: House) -> None:
+    """Its answers are long, its questions short: it is ended, and what it was not told is not kept."""
+    text = '{"a": "' + "n" * 59_900 + '"}'
+    with closing(Peer(house.path, geometry=GEOMETRY)) as scheduler:
+        scheduler.hello(engine="publisher", role=Role.SCHEDULER)
+        scheduler.receive(wire.Welcome)
+        for fd in scheduler.fds:
+            os.close(fd)
+        scheduler.fds = ()
+        scheduler.send(wire.PublishNamespace(b"p" * 16, text))
+        house.check()
+    peer = Peer(house.path, geometry=GEOMETRY)
+    peer.hello(engine="tool", role=Role.TOOL)
+    peer.receive(wire.Welcome)
+    house.forget_peak()
+    before = house.rss("VmHWM")
+    with suppress(BrokenPipeError, ConnectionResetError):
+        for ask in range(2_000):
+            with suppress(BlockingIOError):
+                peer.socket.send(wire.encode(ListNamespaces(ask, b"")))
+    house.check()
+    peer.close()
+    assert house.rss("VmHWM") - before < 3 * wire.OUTBOX_BYTES_MAX
 
 
 def test_a_flood_of_questions_without_reading_is_bounded(house: House) -> None:

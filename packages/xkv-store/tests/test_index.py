@@ -11,7 +11,8 @@ import lmdb
 import pytest
 
 from xkv_store.errors import MediumError, UserError
-from xkv_store.index import LOCK_BYTES, DamagedIndexError, Index, Meta, RemoveObject, SetNamespace, SetObject
+from xkv_store.index import LOCK_BYTES, Index, Meta, RemoveObject, SetNamespace, SetObject
+from xkv_store.index_file import DamagedIndexError
 from xkv_store.key import ObjectKey
 from xkv_store.layout import Extent, Record, pack_order_key, pack_record
 

@@ -25,6 +25,7 @@ from xkv_store.testing.peer import Peer
 from xkv_store.testing.processes import running_gateway
 from xkv_store.verify import rebuild, verify
 from xkv_store.wire import RefusedCode, Role, StoreStatus
+from xkv_store.wire_tools import Purge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -219,6 +220,7 @@ def test_a_user_that_was_let_in_may_use_but_not_rule(tmp_path: Path, monkeypatch
         for message, said in (
             (wire.Stop(1), "only the gateway's own user may stop it"),
             (wire.Verify(1, True), "only the gateway's own user may drop"),
+            (Purge(1, (), ()), "only the gateway's own user may purge"),
         ):
             with closing(Peer(socket, geometry=GEOMETRY)) as peer:
                 peer.hello(role=Role.TOOL)

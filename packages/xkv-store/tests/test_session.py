@@ -16,6 +16,7 @@ from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
 from xkv_store.session import PERMITTED, TRANSITIONS, Event, GatewaySession, LocalProtocolError, State
 from xkv_store.wire import LoadStatus, RefusedCode, Role, StoreStatus
+from xkv_store.wire_tools import ListNamespaces, ListObjects, Purge
 
 GEOMETRY = Geometry()
 STORES, LOADS = wire.SlotRange(10, 20), wire.SlotRange(30, 10)
@@ -153,6 +154,9 @@ MESSAGES: dict[type, wire.FromClient] = {
     wire.AskStatus: wire.AskStatus(1),
     wire.Stop: wire.Stop(1),
     wire.Verify: wire.Verify(1, False),
+    ListNamespaces: ListNamespaces(1, b""),
+    ListObjects: ListObjects(1, b"", b""),
+    Purge: Purge(1, (), ()),
 }
 
 
@@ -191,6 +195,8 @@ def test_plain_messages_become_actions() -> None:
     assert tool.receive(wire.encode(wire.AskStatus(6))) == [actions.ReportStatus(6)]
     assert tool.receive(wire.encode(wire.Stop(7))) == [actions.StopGateway(7)]
     assert tool.receive(wire.encode(wire.Verify(8, True))) == [actions.VerifyCard(8, drop=True)]
+    for question in (ListNamespaces(1, b"n"), ListObjects(2, b"", b"k"), Purge(3, (), ())):
+        assert tool.receive(wire.encode(question)) == [actions.AnswerTool(question)]
     assert refusal(tool.receive(hello(Role.TOOL))) is RefusedCode.PROTOCOL
 
 

@@ -15,7 +15,7 @@ import pytest
 from xkv_store import sockets
 from xkv_store.errors import PeerError, UserError
 from xkv_store.sockets import Listener, Peer
-from xkv_store.wire import MESSAGE_BYTES_MAX
+from xkv_store.wire_types import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xkv_store import wire
+from xkv_store import wire, wire_tools, wire_types
 from xkv_store.errors import PeerError
+from xkv_store.geometry import KEY_BYTES_MAX
 from xkv_store.ring import RingUse
+from xkv_store.wire_types import MESSAGE_BYTES_MAX
 
 U32 = st.integers(0, 2**32 - 1)
 U64 = st.integers(0, 2**64 - 1)
-KEYS = st.binary(min_size=1, max_size=wire.KEY_BYTES_MAX)
+KEYS = st.binary(min_size=1, max_size=KEY_BYTES_MAX)
 SLOTS = st.lists(U32, min_size=1, max_size=40).map(tuple)
 ID = st.binary(min_size=16, max_size=16)
 REGIONS = st.builds(wire.SlotRange, U32, U32)
@@ -33,6 +35,8 @@ USES = st.sampled_from(RingUse)
 TEXT = st.text(max_size=50)
 ROLES = st.sampled_from(wire.Role)
 
+NAMESPACES = st.builds(wire_tools.ListedNamespace, ID, U64, U64, U64, st.none() | U64, TEXT)
+
 FROM_CLIENT = st.one_of(
     st.builds(wire.Hello, U32, TEXT, ROLES, U32, U32, U64, U64, st.none() | U64, U32, U32, st.none() | USES),
     st.builds(wire.PublishNamespace, ID, TEXT),
@@ -46,6 +50,14 @@ FROM_CLIENT = st.one_of(
     st.builds(wire.AskStatus, U64),
     st.builds(wire.Stop, U64),
     st.builds(wire.Verify, U64, st.booleans()),
+    st.builds(wire_tools.ListNamespaces, U64, st.binary(max_size=16)),
+    st.builds(wire_tools.ListObjects, U64, st.binary(max_size=KEY_BYTES_MAX), st.binary(max_size=KEY_BYTES_MAX + 1)),
+    st.builds(
+        wire_tools.Purge,
+        U64,
+        st.lists(st.builds(wire_tools.PurgeObject, KEYS, U64), max_size=9).map(tuple),
+        st.lists(ID, max_size=3).map(tuple),
+    ),
 )
 FROM_GATEWAY = st.one_of(
     st.builds(wire.Welcome, U32, U64, ID, ID, U64, U32, U32, REGIONS, REGIONS, U32, USES, U32),
@@ -67,6 +79,15 @@ FROM_GATEWAY = st.one_of(
         st.lists(st.builds(wire.DamagedObject, KEYS, U64, U64, TEXT, st.booleans()), max_size=9).map(tuple),
         TEXT,
     ),
+    st.builds(wire_tools.ListedNamespaces, U64, st.lists(NAMESPACES, max_size=5).map(tuple), st.booleans(), TEXT),
+    st.builds(
+        wire_tools.ListedObjects,
+        U64,
+        st.lists(st.builds(wire_tools.ListedObject, KEYS, U64, U64, U32), max_size=9).map(tuple),
+        st.binary(max_size=KEY_BYTES_MAX + 1),
+        TEXT,
+    ),
+    st.builds(wire_tools.Purged, U64, U64, U64, st.lists(U32, max_size=9).map(tuple), U64),
 )
 
 
@@ -123,7 +144,7 @@ def test_a_damaged_message_is_a_message_or_the_peers_error(message: wire.FromCli
         wire.MAGIC + msgspec.msgpack.encode(["Put", 1, [[b"k", 1, [2**32], 0, 0, False]]]),
         wire.MAGIC + msgspec.msgpack.encode(["PublishNamespace", b"short", ""]),
         wire.MAGIC + b"\x91" * 5_000,
-        wire.MAGIC + bytes(wire.MESSAGE_BYTES_MAX),
+        wire.MAGIC + bytes(MESSAGE_BYTES_MAX),
     ],
 )
 def test_malformed(packet: bytes) -> None:
@@ -155,16 +176,16 @@ def test_batches_are_cut_so_that_each_message_fits(slots: int) -> None:
     pieces = wire.split_puts(objects)
     assert [item for piece in pieces for item in piece] == objects
     sizes = [len(wire.encode(wire.Put(2**64 - 1, piece))) for piece in pieces]
-    assert max(sizes) <= wire.MESSAGE_BYTES_MAX
+    assert max(sizes) <= MESSAGE_BYTES_MAX
     if slots < 1_000:
-        assert min(sizes[:-1]) > wire.MESSAGE_BYTES_MAX * 0.9, "and no more messages than needed"
+        assert min(sizes[:-1]) > MESSAGE_BYTES_MAX * 0.9, "and no more messages than needed"
 
 
 @given(st.lists(st.integers(0, 2**64 - 1), max_size=30), st.integers(1, 1_000))
 def test_touches_fit_and_lose_nothing(tags: list[int], repeat: int) -> None:
     messages = wire.split_touches(tags * repeat)
     assert [tag for message in messages for tag in message.tags] == tags * repeat
-    assert all(len(wire.encode(message)) <= wire.MESSAGE_BYTES_MAX for message in messages)
+    assert all(len(wire.encode(message)) <= MESSAGE_BYTES_MAX for message in messages)
 
 
 def test_answers_fit() -> None:
@@ -192,6 +213,30 @@ def test_bounded_text_fits_and_is_text(text: str, repeat: int) -> None:
     assert len(bounded.encode()) <= wire.TEXT_BYTES_MAX
 
 
+def test_as_many_namespaces_as_an_answer_holds_are_in_it() -> None:
+    """One with a description of the greatest length must not keep all that follow from ever being told."""
+    vast = wire_tools.ListedNamespace(b"n" * 16, 2**64 - 1, 2**64 - 1, 2**64 - 1, 2**64 - 1, "d" * wire.TEXT_BYTES_MAX)
+    small = wire_tools.ListedNamespace(b"m" * 16, 1, 1, 0, None, "{}")
+    most = [small] * wire_tools.NAMESPACES_LISTED_MAX
+    assert wire.split_listed_namespaces([vast, *most])[0] == vast
+    assert wire.split_listed_namespaces([small, vast, vast]) == (small, vast)
+    assert wire.split_listed_namespaces(most) == tuple(most)
+    assert wire.split_listed_namespaces([]) == ()
+    for listed in ([vast, *most], [vast]):
+        answer = wire_tools.ListedNamespaces(2**64 - 1, wire.split_listed_namespaces(listed), True, "")
+        assert len(wire.encode(answer)) <= MESSAGE_BYTES_MAX
+
+
+def test_the_largest_page_of_objects_and_the_largest_purge_fit_a_message() -> None:
+    number, key = 2**64 - 1, b"k" * KEY_BYTES_MAX
+    page = (wire_tools.ListedObject(key, number, number, 2**32 - 1),) * wire_tools.OBJECTS_LISTED_MAX
+    answer = wire_tools.ListedObjects(number, page, key + b"\0", "\U0001f600" * wire_tools.REASON_CHARS_MAX)
+    assert wire.decode_from_gateway(wire.encode(answer)) == answer
+    objects = (wire_tools.PurgeObject(key, number),) * wire_tools.OBJECTS_PURGED_MAX
+    purge = wire_tools.Purge(number, objects, (b"n" * 16,) * wire_tools.NAMESPACES_FORGOTTEN_MAX)
+    assert wire.decode_from_client(wire.encode(purge)) == purge
+
+
 def test_bounds_are_those_of_the_page() -> None:
     """docs/protocol.md is what others build against."""
     page = (Path(__file__).parents[3] / "docs" / "protocol.md").read_text()
@@ -199,8 +244,9 @@ def test_bounds_are_those_of_the_page() -> None:
     bounds = {
         row[0]: int(row[1].replace(",", "")) for row in rows if len(row) == 3 and row[0].endswith(("_MAX", "_MS"))
     }
-    assert bounds == {name: getattr(wire, name) for name in bounds}
-    assert len(bounds) >= 6
+    ours = {**vars(wire_types), **vars(wire_tools), **vars(wire)}
+    assert bounds == {name: ours[name] for name in bounds}
+    assert len(bounds) >= 10
 
 
 def test_messages_are_those_of_the_page() -> None:

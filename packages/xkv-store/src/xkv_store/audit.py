@@ -7,7 +7,7 @@ that may die of it. Must not know who is told, or how an object is proved.
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,8 @@ from .card_options import MEDIA, CardOptions
 from .database import Database
 from .errors import LACKING, MediumError, UserError
 from .geometry import Geometry
-from .index import CLOSED, SCAN_BATCH, DamagedIndexError, Index, RemoveObject, is_doubted
+from .index import CLOSED, SCAN_BATCH, Index, RemoveNamespace, RemoveObject, is_doubted
+from .index_file import DamagedIndexError
 from .private_files import check_no_link
 from .recovery import Rebuilt, Used, rebuild, survey
 
@@ -86,12 +87,15 @@ class ClosedCard:
         """The whole objects that slot headers tell of, without those in the slots of `but`."""
         return rebuild(self.databases, self.uuid, self.geometry, but)
 
-    def remove(self, index: Index, keys: list[bytes]) -> None:
-        """Take these objects out of the index, durably; a power loss meanwhile makes it doubtful, as in a gateway."""
+    def remove(self, index: Index, keys: Sequence[bytes], namespaces: Sequence[bytes] = ()) -> None:
+        """Take these objects, and what was published of these namespaces, out of the index, durably.
+
+        A power loss meanwhile makes it doubtful, as in a gateway.
+        """
         meta = index.meta()
         if meta.open_in == CLOSED:
             index.set_meta(replace(meta, open_in=kernel_boot_id()))
-        index.apply([RemoveObject(key) for key in keys])
+        index.apply([*map(RemoveObject, keys), *map(RemoveNamespace, namespaces)])
         index.refresh()
         if meta.open_in == CLOSED:
             index.end_cleanly()

@@ -17,7 +17,8 @@ from typing import Any
 
 from .card_folder import GENERATIONS_PER_CEILING, Opened, open_folder
 from .card_options import CardOptions
-from .errors import MediumError, PeerError
+from .contents import Contents
+from .errors import MediumError
 from .eviction import Budget, Sieve
 from .extents import Run, SlotAllocator, place
 from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES, Geometry
@@ -44,7 +45,7 @@ TICK_SOON_NS = 1_000_000  # more to evict than one call may: come back soon, but
 PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or more, which keep a device busy
 TABLE_ENTRIES_PER_SLOT = 2  # half empty at most full: a probe or two for each lookup
 LOG_INTERVAL_NS = 10_000_000_000
-DESCRIPTOR_BYTES_MAX = 65_536  # a message of the protocol
+PURGE_LIMBO_SHARE = 2  # of what limbo takes, a purge leaves so much (half) to evictions and replacements
 _MS_NS = 1_000_000
 
 
@@ -83,6 +84,7 @@ class Card:
             options.quotas, slot_bytes=self.geometry.slot_bytes, grace_ns=self._grace_ns, marks=self._sieve.marks
         )
         self._accounts.load(opened.loaded.namespaces)
+        self.contents = Contents(opened.index, self._overlay, self._accounts)
         self._commit_after_ns = 0
         self._counters: Counter[str] = Counter()
         self._logged_ns = -LOG_INTERVAL_NS
@@ -226,6 +228,17 @@ class Card:
         self._counters[f"dropped_{reason}"] += 1
         self._leave(key, encoded, record, 0, readable=False)
 
+    def purge(self, encoded: bytes, generation: int, now_ns: int) -> int | None:
+        """That object leaves as an evicted one does. Its length; 0: it is gone; None: limbo has no room just now."""
+        record = self._record(encoded)
+        if record is None or record.generation != generation:
+            return 0
+        if self._overlay.full or not self._limbo_takes(self.geometry.fragments(record.length), PURGE_LIMBO_SHARE):
+            return None
+        self._counters["purged_objects"] += 1
+        self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, readable=True)
+        return record.length
+
     def touch(self, tags: Iterable[int]) -> None:
         """These chunks were looked up and hit."""
         self._sieve.marks.set_all(tags)
@@ -297,17 +310,6 @@ class Card:
                 plans.append(plan)
         return plans
 
-    def put_namespace(self, namespace: bytes, descriptor: str) -> None:
-        """Keep the identity behind a namespace; it rides in the next commit. PeerError if it is too long."""
-        encoded = descriptor.encode()
-        if len(encoded) > DESCRIPTOR_BYTES_MAX:
-            raise PeerError(f"a namespace's descriptor of {len(encoded)} bytes")
-        self._overlay.set_namespace(namespace, encoded)
-
-    def namespaces(self) -> dict[bytes, str]:
-        """Every namespace that is committed, with its descriptor."""
-        return {name: text.decode("utf-8", "replace") for name, text in self._index.namespaces().items()}
-
     # --- what there is: main thread -----------------------------------------------------------------------
 
     @property
@@ -319,10 +321,6 @@ class Card:
     def generation(self) -> int:
         """The last one that was given."""
         return self._generation
-
-    def keys_after(self, encoded: bytes, limit: int) -> list[bytes]:
-        """The next `limit` committed objects' keys behind `encoded`, in the order of keys. MediumError."""
-        return self._index.keys_after(encoded, limit)
 
     def counters(self) -> dict[str, int]:
         """What has happened in this life of the card."""
@@ -463,9 +461,9 @@ class Card:
         if not self._busy_chunks[chunk_key]:
             del self._busy_chunks[chunk_key]
 
-    def _limbo_takes(self, slots: int) -> bool:
+    def _limbo_takes(self, slots: int, share: int = 1) -> bool:
         """Whether limbo has room; a lone object always has, or a small card could never evict."""
-        return not self._limbo.slots or self._limbo.slots + slots <= self.slots_total // LIMBO_SHARE_MAX
+        return not self._limbo.slots or self._limbo.slots + slots <= self.slots_total // LIMBO_SHARE_MAX // share
 
     def _to_limbo(self, encoded: bytes, record: Record, now_ns: int, *, readable: bool) -> Ghost:
         slots = self.geometry.fragments(record.length)

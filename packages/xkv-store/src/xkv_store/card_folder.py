@@ -27,7 +27,8 @@ from .geometry import (
     SLOTS_PER_DATABASE_MAX,
     Geometry,
 )
-from .index import CLOSED, DamagedIndexError, Index, Meta, doubt, is_doubted, trust
+from .index import CLOSED, Index, Meta, doubt, is_doubted, trust
+from .index_file import DamagedIndexError
 from .layout import Superblock
 from .private_files import check_no_link, open_private
 from .recovery import Loaded, fill, load, rebuild
@@ -98,6 +99,9 @@ def _letting_go(lock_fd: int, folder: Path) -> Iterator[None]:
     except BusyDatabaseError as error:
         os.close(lock_fd)
         raise CardInUseError(str(error)) from error
+    except BrokenPipeError:  # no card's: of whoever reads what is said of it
+        os.close(lock_fd)
+        raise
     except OSError as error:
         os.close(lock_fd)
         raise UserError(f"cannot open the card in {folder}: {error}; look at what is in that folder") from error

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from . import __version__, commands_doctor, commands_gateway, commands_verify, contributed
+from . import (
+    __version__,
+    commands_contents,
+    commands_doctor,
+    commands_gateway,
+    commands_verify,
+    contributed,
+)
 from .console import Output
 from .errors import MediumError, PeerError, UserError
 
@@ -24,11 +31,7 @@ EXIT_FAILURE: Final = 1
 EXIT_MISTAKE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
-_OWN: Final = {
-    "gateway": commands_gateway.register,
-    "verify": commands_verify.register,
-    "doctor": commands_doctor.register,
-}
+_OWN: Final = (commands_gateway, commands_contents, commands_verify, commands_doctor)
 
 
 def _say_version(asked: bool) -> None:
@@ -58,9 +61,8 @@ def program(words: Sequence[str] = (), others: contributed.Commands | None = Non
     app.callback()(_options)
     theirs = contributed.found() if others is None else others
     wanted = next((word for word in words if not word.startswith("-")), None)
-    for name, register in _OWN.items():
-        if name not in theirs:
-            register(app)
+    for module in _OWN:
+        module.register(app)
     for name, load in theirs.items():
         if wanted in (None, name):
             contributed.register(app, name, load)

@@ -6,13 +6,10 @@ Must not know: how an object is proved, or where damage comes from.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path  # noqa: TC003  typer reads this at run time
-from typing import TYPE_CHECKING, Annotated, Any, Final, Optional, Protocol
+from typing import Annotated, Final, Optional
 
 import typer
 
@@ -20,19 +17,16 @@ from . import sockets
 from .card_lock import CardInUseError
 from .card_options import CardOptions
 from .commands_gateway import Json, PortOrElse, SocketDir, SocketPath, named_socket, path_option
-from .console import Output
+from .console import Output, key_fields
 from .errors import MediumError, PeerError, UserError
-from .key import ObjectKey
+from .progress import progress
+from .served import serves, serving
 from .sizes import format_size
 from .tool import Tool
 from .verify import Beginning, DamagedIndex, Unnamed, Verified, rebuild, verify
 from .wire import VerifyState
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 EXIT_DAMAGE: Final = 1
-SOCKETS_ASKED_MAX: Final = 64  # of the folder of sockets; each gateway there answers within a moment
 
 
 def register(app: typer.Typer) -> None:
@@ -68,13 +62,13 @@ def verify_command(  # noqa: PLR0917  each parameter is an option, and typer pas
         except CardInUseError as in_use:
             if rebuild_index:
                 raise UserError(f"{in_use}; an index is made anew only where no gateway has the card") from in_use
-            tool = _serving(card, socket_dir or sockets.default_socket_dir(), in_use)
+            tool = serving(card, socket_dir or sockets.default_socket_dir(), in_use)
     else:
         if rebuild_index:
             raise UserError("--rebuild is for a card that no gateway has: stop it, and type the card's folder alone")
         tool = Tool(named_socket(port, socket_dir, None, socket))
     with closing(tool):
-        if card is not None and not _serves(tool, card):
+        if card is not None and not serves(tool, card):
             raise UserError(f"that gateway (pid {tool.pid}) serves another card than the one in {card}")
         raise typer.Exit(_online(tool, card, output, drop=drop))
 
@@ -89,57 +83,35 @@ def _offline(card: Path, output: Output, *, drop: bool, rebuild_index: bool) -> 
         facts = {name: status[name] for name in ("card_uuid", "objects", "object_bytes", "slots_total")}
         output.value({"rebuilt": facts}, f"the index was made anew from the slots: {facts['objects']} objects")
     report = _Report(output, f"xkv verify {card}", online=False)
-    with _progress(output) as progress:
+    with progress(output, "proving") as bar:
         for found in verify(options, drop=drop):
             match found:
                 case Beginning(objects):
-                    progress.expect(objects)
+                    bar.expect(objects)
                 case DamagedIndex(problem, whole):
                     report.damaged_index(problem, whole)
                 case Unnamed(whole):
                     report.unnamed = whole
                 case Verified():
                     report.verified(found)
-            progress.advance(report.objects)
+            bar.advance(report.objects)
     return report.close()
 
 
 # --- by the gateway ---------------------------------------------------------------------------------------------
 
 
-def _serving(card: Path, folder: Path, in_use: CardInUseError) -> Tool:
-    """The gateway that serves the card, of those whose sockets are in the folder."""
-    paths = [sockets.socket_for_card(folder, card), *sorted(folder.glob("*.sock"))[:SOCKETS_ASKED_MAX]]
-    for path in paths:
-        try:
-            tool = Tool(path)
-        except UserError:
-            continue  # nobody, or not ours to ask
-        try:
-            if _serves(tool, card):
-                return tool
-        except UserError:
-            pass
-        tool.close()
-    raise UserError(f"{in_use}; it listens in another folder than {folder}: name it with --socket-dir or --socket")
-
-
-def _serves(tool: Tool, card: Path) -> bool:
-    served: str = json.loads(tool.status())["card"]
-    return os.path.realpath(served) == os.path.realpath(card)
-
-
 def _online(tool: Tool, card: Path | None, output: Output, *, drop: bool) -> int:
     report = _Report(output, f"xkv verify {card}" if card is not None else "the same command", online=True)
-    with _progress(output) as progress:
+    with progress(output, "proving") as bar:
         for told in tool.verify(drop=drop):
             if told.state is VerifyState.BUSY:
                 raise UserError(f"{told.reason}; wait for it, or look again later")
             report.objects, report.gone, report.proved_bytes = told.objects, told.gone, told.proved_bytes
             for one in told.damaged:
                 report.damage(Verified(one.key, one.generation, one.length, one.problem, dropped=one.dropped))
-            progress.expect(told.objects_total)
-            progress.advance(told.objects)
+            bar.expect(told.objects_total)
+            bar.advance(told.objects)
     if told.state is VerifyState.STOPPED:
         raise PeerError(f"{told.reason}: {told.objects} of {told.objects_total} objects were proved")
     if told.state is VerifyState.FAILED:
@@ -176,7 +148,7 @@ class _Report:
         self.damaged += 1
         self.misplaced += found.misplaced and not found.dropped
         self.dropped += found.dropped
-        place = _place(found.key)
+        place = key_fields(found.key)
         value = {**place, "generation": found.generation, "length": found.length}
         value |= {"problem": found.problem, "dropped": found.dropped}
         words = " ".join(f"{name} {entry}" for name, entry in place.items())
@@ -220,58 +192,3 @@ class _Report:
                 f"index has lost them; `{self.command} --rebuild` takes them in"
             )
         return advice
-
-
-def _place(key: bytes) -> dict[str, Any]:
-    """The key's fields; of bytes that are no key, these."""
-    try:
-        decoded = ObjectKey.decode(key)
-    except PeerError:
-        return {"key": key.hex()}
-    return {
-        "namespace": decoded.namespace.hex(),
-        "group": decoded.group,
-        "block_hash": decoded.block_hash.hex(),
-        "rank": decoded.rank,
-    }
-
-
-class _Progress(Protocol):
-    def expect(self, objects: int) -> None:
-        """So many in all."""
-
-    def advance(self, objects: int) -> None:
-        """So many by now."""
-
-
-class _Quiet:
-    def expect(self, objects: int) -> None:
-        """Nobody looks."""
-
-    def advance(self, objects: int) -> None:
-        """Nobody looks."""
-
-
-@contextmanager
-def _progress(output: Output) -> Iterator[_Progress]:
-    """A bar on a terminal's standard error; nothing for a program or a file."""
-    if output.json or not sys.stderr.isatty():
-        yield _Quiet()
-        return
-    # Rich costs a fifth of a second at import; see `console`.
-    from rich.console import Console  # noqa: PLC0415
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
-
-    columns = (TextColumn("proving"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    terminal = Console(stderr=True)
-    with Progress(*columns, console=terminal, transient=True, redirect_stdout=sys.stdout.isatty()) as bar:
-        task = bar.add_task("proving", total=None)
-
-        class Bar:
-            def expect(self, objects: int) -> None:
-                bar.update(task, total=objects)
-
-            def advance(self, objects: int) -> None:
-                bar.update(task, completed=objects)
-
-        yield Bar()

@@ -1,6 +1,6 @@
 """What a command says, as text for people or as one JSON value for programs.
 
-Owns: the choice between the two, the form of an error line.
+Owns: the choice between the two, the form of an error line and of an object key.
 Must not know: any command.
 """
 
@@ -11,6 +11,9 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from .errors import PeerError
+from .key import ObjectKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,20 @@ class Output:
         sys.stderr.write(f"xkv: {line}\n")
         if self.json:
             self.value({"error": line}, "")
+
+
+def key_fields(key: bytes) -> dict[str, Any]:
+    """The fields of an encoded object key; of bytes that are none, these."""
+    try:
+        decoded = ObjectKey.decode(key)
+    except PeerError:
+        return {"key": key.hex()}
+    return {
+        "namespace": decoded.namespace.hex(),
+        "group": decoded.group,
+        "block_hash": decoded.block_hash.hex(),
+        "rank": decoded.rank,
+    }
 
 
 def _flat(prefix: str, value: Mapping[str, Any]) -> list[tuple[str, str]]:

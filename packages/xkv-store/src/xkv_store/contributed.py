@@ -28,7 +28,10 @@ def found() -> Commands:
 
 
 def register(app: typer.Typer, name: str, load: Load) -> None:
-    """Add one command. Raises UserError where its package cannot be imported."""
+    """Add one command, in the place of ours where there is one of that name.
+
+    Raises UserError where its package cannot be imported.
+    """
     try:
         add = load()
     except Exception as error:
@@ -37,4 +40,5 @@ def register(app: typer.Typer, name: str, load: Load) -> None:
             f"the command {name!r} of another package cannot be loaded ({why}); install that package again, as this "
             "release, or remove it"
         ) from error
+    app.registered_commands = [one for one in app.registered_commands if one.name != name]
     add(app)

@@ -20,17 +20,20 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from . import session_actions as actions_of
 from . import sockets, wire
+from .attendant import Attendant
 from .connections import Connection
 from .engines import Engines, Refusal, check_descriptor
 from .errors import PeerError
 from .ring import RingUse
 from .session import State
 from .transfers import Party
+from .wire_tools import Purge
 
 if TYPE_CHECKING:
     import socket
     from collections.abc import Collection, Sequence
 
+    from .attendant import Question
     from .card import Card
     from .prover import Prover
     from .session_actions import Actions
@@ -70,6 +73,7 @@ class Desk:
         self._card = card
         self._transfers = transfers
         self._prover = prover
+        self._attendant = Attendant(card)
         self._allow_uids = allow_uids
         self._boot_id = boot_id
         self._house = house
@@ -160,6 +164,8 @@ class Desk:
                     self._card.touch(tags)
                 case actions_of.RecordNamespace(published, adopted):
                     self._publish(connection, published, adopted=adopted)
+                case actions_of.AnswerTool(question):
+                    self._attend(connection, question)
                 case actions_of.Close():
                     self._closing(connection)
                 case (
@@ -220,6 +226,13 @@ class Desk:
             case _:
                 raise AssertionError(f"nobody carries out {action}")
 
+    def _attend(self, connection: Connection, question: Question) -> None:
+        session = connection.session
+        if isinstance(question, Purge) and not sockets.is_trusted(connection.peer):
+            self.perform(connection, session.violate("only the gateway's own user may purge the card"))
+            return
+        self.perform(connection, session.reply(self._attendant.answer(question, time.monotonic_ns())))
+
     def _publish(self, connection: Connection, published: wire.RankNamespace, *, adopted: bool) -> None:
         engine = connection.engine
         assert engine is not None, "only schedulers and ranks publish, and they have an engine"
@@ -229,7 +242,7 @@ class Desk:
             self.perform(connection, connection.session.violate(str(error)))
             return
         if adopted:
-            self._card.put_namespace(published.namespace, published.descriptor)
+            self._card.contents.put_namespace(published.namespace, published.descriptor)
         else:
             engine.namespaces[published.rank] = published
 
@@ -420,8 +433,11 @@ class Desk:
             "sessions_total": len(attached),
             "sessions_left_out": max(0, len(attached) - STATUS_SESSIONS_MAX),
             "sessions": [_session_status(connection) for connection in attached[:STATUS_SESSIONS_MAX]],
-            "counters": {**self.counters, **self._transfers.all_counters(), **self._prover.counters},
+            "counters": {**self.counters, **self._transfers.all_counters(), **self._of_tools()},
         }
+
+    def _of_tools(self) -> dict[str, int]:
+        return {**self._prover.counters, **self._attendant.counters}
 
 
 def _duplicates(fds: Sequence[int]) -> tuple[int, ...]:

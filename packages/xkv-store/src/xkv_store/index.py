@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import lmdb
 
 from .errors import LACKING, MediumError, UserError
+from .index_file import DamagedIndexError, check_whole
 from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
 from .private_files import check_no_link, open_private
 from .testing.points import reached
@@ -43,10 +44,6 @@ _COUNTER_MAX = (1 << 63) - 1  # of generations and boots: more were never counte
 _DOUBTED = "doubted"  # a file in the environment's folder while nobody may rely on it
 
 _U16, _U32, _U64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
-_META_MAGIC = 0xBEEFC0DE
-_META = struct.Struct("<16xII8xQ")  # page header, magic, version, address, map size
-_META_PAGE_BYTES = struct.Struct("<40xI")
-_META_LAST_PAGE = struct.Struct("<136xQQ")  # last page, transaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +92,6 @@ class RemoveNamespace:
 
 
 Change: TypeAlias = SetObject | RemoveObject | SetNamespace | RemoveNamespace
-
-
-class DamagedIndexError(Exception):
-    """The environment cannot be used: missing, cut off or not what LMDB expects. It is made anew from the slots."""
 
 
 def doubt(folder: Path) -> None:
@@ -156,7 +149,7 @@ class Index:
         """The existing index in `folder`; UserError for one of another format version."""
         check_no_link(folder)
         check_no_link(folder / "data.mdb")  # LMDB opens by name, and would follow; it makes its lock file anew
-        _check_whole(folder / "data.mdb")
+        check_whole(folder / "data.mdb")
         index = cls._open(folder, slots, map_bytes)
         try:
             index.meta()
@@ -212,6 +205,11 @@ class Index:
                 return []
             return list(islice(cursor.iternext(keys=True, values=False), limit))
 
+    def objects_from(self, key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+        """(key, record) of the next `limit` objects from `key` on, in the order of keys."""
+        with self._lock, _Reading(self._folder), self._read().cursor(self._objects) as cursor:
+            return list(islice(cursor.iternext(), limit)) if cursor.set_range(key) else []
+
     def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         """(order key, object key) of the next `limit` objects in the order of eviction, from `order_key` on."""
         found: list[tuple[bytes, bytes]] = []
@@ -223,10 +221,10 @@ class Index:
                     found.append(pair)
         return found
 
-    def namespaces(self) -> dict[bytes, bytes]:
-        """Every namespace with its descriptor."""
+    def namespaces(self, after: bytes = b"", limit: int | None = None) -> dict[bytes, bytes]:
+        """Every namespace with its descriptor; or the next `limit` of them behind `after`, in their order."""
         with self._lock, _Reading(self._folder), self._read().cursor(self._namespaces) as cursor:
-            return dict(cursor.iternext())
+            return dict(islice(cursor.iternext(), limit)) if cursor.set_range(after + b"\0") else {}
 
     def scan(self, batch_max: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
         """All keys and records, in the order of keys, in batches. For the start: nothing else may read meanwhile."""
@@ -419,7 +417,7 @@ class Index:
             self._reader = None
             self._env.close()
             try:
-                _check_whole(self._folder / "data.mdb")
+                check_whole(self._folder / "data.mdb")
                 self._use(_environment(self._folder, self._map_bytes))
             except (lmdb.Error, OSError) as error:
                 log.warning("the index %s cannot be opened again: %s", self._folder, error)
@@ -488,28 +486,3 @@ def _as_medium_error(error: lmdb.Error | OSError, doing: str, folder: Path) -> M
     if isinstance(error, lmdb.DiskError) or "No space" in str(error):
         return MediumError(errno.ENOSPC, what, "free some space on that file system")
     return MediumError(errno.EIO, f"{what} ({error})", "restart the gateway: it makes a damaged index anew")
-
-
-def _check_whole(data_file: Path) -> None:
-    """DamagedIndexError for a file that LMDB would map and then die of: one that ends before its last page."""
-    try:
-        with data_file.open("rb") as file:
-            front = file.read(256)
-            page_bytes = _META_PAGE_BYTES.unpack_from(front)[0] if len(front) == 256 else 0
-            if not 512 <= page_bytes <= 1 << 16 or _META.unpack_from(front)[0] != _META_MAGIC:
-                raise DamagedIndexError("it does not begin like an index")
-            file.seek(page_bytes)
-            second = file.read(256)
-            size = data_file.stat().st_size
-    except FileNotFoundError as error:
-        raise DamagedIndexError("it is missing") from error
-    except OSError as error:
-        if error.errno in LACKING:
-            raise MediumError.of(error, f"reading the index {data_file}") from error
-        raise DamagedIndexError(f"it cannot be read ({error.strerror})") from error
-    if len(second) < 256 or _META.unpack_from(second)[0] != _META_MAGIC:
-        raise DamagedIndexError("its second page is damaged")
-    metas = [_META_LAST_PAGE.unpack_from(page) for page in (front, second)]
-    last_page, _ = max(metas, key=lambda meta: meta[1])
-    if (last_page + 1) * page_bytes > size:
-        raise DamagedIndexError(f"it is cut off: {size} bytes, of {(last_page + 1) * page_bytes}")

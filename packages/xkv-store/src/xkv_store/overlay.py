@@ -57,13 +57,15 @@ class Overlay:
         self._entries: dict[bytes, _Entry] = {}
         self._known = _known_namespaces(index)  # namespace -> digest of its descriptor; those not used longest first
         self._namespaces: dict[bytes, bytes] = {}  # to be committed, newest last
+        self._forgotten: dict[bytes, None] = {}  # to be removed, before those are written
         self._queue: deque[Step] = deque()
         self._batch: CommitBatch | None = None
         self._ceiling: int | None = None
 
     def __len__(self) -> int:
         """Changes that are not yet committed."""
-        return len(self._queue) + len(self._namespaces) + (len(self._batch.steps) if self._batch else 0)
+        committing = len(self._batch.steps) if self._batch else 0
+        return len(self._queue) + len(self._namespaces) + len(self._forgotten) + committing
 
     @property
     def full(self) -> bool:
@@ -82,11 +84,15 @@ class Overlay:
         """The present, committed objects of a chunk. (One that waits for its commit is the caller's to know.)"""
         found = []
         for key, packed in self._index.chunk(chunk_key, objects_max):
-            entry = self._entries.get(key)
-            record = entry[1] if entry is not None else _parse(packed)
+            record = self.present(key, packed)
             if record is not None:
                 found.append((key, record))
         return found
+
+    def present(self, key: bytes, packed: bytes) -> Record | None:
+        """The present record of an object whose committed one is `packed`."""
+        entry = self._entries.get(key)
+        return entry[1] if entry is not None else _parse(packed)
 
     def set(self, key: bytes, record: Record, replaced: Ghost | None) -> None:
         """Queue an object."""
@@ -106,6 +112,12 @@ class Overlay:
             self._namespaces.pop(namespace, None)
             self._namespaces[namespace] = descriptor
             self._bound_namespaces()
+
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Queue the removal of a namespace's descriptor. One that is published before its commit stays."""
+        self._namespaces.pop(namespace, None)
+        if self._known.pop(namespace, None) is not None:
+            self._forgotten[namespace] = None
 
     def raise_ceiling(self, generation_ceiling: int) -> None:
         """Have a new ceiling of generations made durable with the next batch."""
@@ -168,7 +180,8 @@ class Overlay:
         return undone
 
     def _take_namespaces(self) -> list[Step]:
-        steps = []
+        steps = [Step(RemoveNamespace(one)) for one in self._forgotten]
+        self._forgotten.clear()
         for _ in range(min(len(self._known) - NAMESPACES_MAX, NAMESPACES_REMOVED_MAX)):
             oldest = next(iter(self._known))
             del self._known[oldest]

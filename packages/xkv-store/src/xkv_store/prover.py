@@ -196,7 +196,7 @@ class Prover:
         """Pin the next object that is still there; None where the run has ended, or too many were not."""
         for _ in range(SKIPS_PER_STEP_MAX):
             if not run.ahead:
-                run.ahead.extend(self._card.keys_after(run.last_key, KEYS_AHEAD))
+                run.ahead.extend(self._card.contents.keys_after(run.last_key, KEYS_AHEAD))
                 if not run.ahead:
                     self._end(run, VerifyState.ENDED, "")
                     return None

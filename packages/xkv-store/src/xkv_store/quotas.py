@@ -145,6 +145,15 @@ class Accounts:
             self._accounts[namespace] = account
         return account
 
+    def find(self, namespace: bytes) -> Account | None:
+        """The namespace's account, where it has something of the card."""
+        return self._accounts.get(namespace)
+
+    @property
+    def slot_bytes(self) -> int:
+        """What a slot counts."""
+        return self._slot_bytes
+
     def settle(self, now_ns: int) -> list[Account]:
         """Time goes on: forget who has nothing, and say who must make room."""
         lacking = []

@@ -18,6 +18,7 @@ from .session_actions import (
     Action,
     Actions,
     Admit,
+    AnswerTool,
     CancelGet,
     Close,
     DropLease,
@@ -73,11 +74,14 @@ from .wire import (
     split_loaded,
     split_stored,
 )
+from .wire_tools import ListedNamespaces, ListedObjects, ListNamespaces, ListObjects, Purge, Purged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .geometry import Geometry
+
+Reply = Namespaces | Status | Done | Verifying | ListedNamespaces | ListedObjects | Purged
 
 HELLO_DESCRIPTORS: Final = (0, 2)
 """None, or the ring and the control page of an earlier life of the gateway."""
@@ -138,7 +142,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 PERMITTED: Final[dict[Role, frozenset[type]]] = {
     Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, Get, Cancel, AskStatus}),
     Role.RANK: frozenset({PublishNamespace, Put, Get, Lease, Release, Cancel, AskStatus}),
-    Role.TOOL: frozenset({AskStatus, Stop, Verify}),
+    Role.TOOL: frozenset({AskStatus, Stop, Verify, ListNamespaces, ListObjects, Purge}),
 }
 
 
@@ -360,7 +364,7 @@ class GatewaySession:
             return [Send(Refused(RefusedCode.DRAINING, "the gateway is ending")), *self._settle()]
         return self._settle() if before is State.ATTACHED else []
 
-    def reply(self, message: Namespaces | Status | Done | Verifying) -> Actions:
+    def reply(self, message: Reply) -> Actions:
         """Answer an ask, if anybody still listens."""
         return [Send(message)] if self.state in (State.ATTACHED, State.DRAINING) else []
 
@@ -441,5 +445,7 @@ def _plain_action(message: FromClient) -> Action:
             return StopGateway(ask)
         case Verify(ask, drop):
             return VerifyCard(ask, drop)
+        case ListNamespaces() | ListObjects() | Purge():
+            return AnswerTool(message)
         case _:
             raise PeerError(f"{type(message).__name__} after Welcome")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .key import ObjectKey
     from .wire import FromGateway, GetObject, Hello, LeaseObject, PutObject, RankNamespace
+    from .wire_tools import ListNamespaces, ListObjects, Purge
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,13 @@ class VerifyCard:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTool:
+    """Answer with `reply`: what the card holds, or what has left it."""
+
+    question: ListNamespaces | ListObjects | Purge
+
+
+@dataclass(frozen=True, slots=True)
 class Close:
     """Close the connection once what is to be sent has gone out: nothing touches its slots any more."""
 
@@ -161,6 +169,7 @@ Action = (
     | ReportStatus
     | StopGateway
     | VerifyCard
+    | AnswerTool
     | Close
 )
 Actions = list[Action]

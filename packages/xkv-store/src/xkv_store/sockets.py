@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from .errors import PeerError, UserError
-from .wire import DESCRIPTORS_MAX, MESSAGE_BYTES_MAX
+from .wire import DESCRIPTORS_MAX
+from .wire_types import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

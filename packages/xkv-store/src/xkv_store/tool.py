@@ -12,12 +12,24 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import msgspec
+
 from . import sockets, wire
-from .errors import PeerError, UserError
+from .contents import HeldNamespace, HeldObject
+from .errors import MediumError, PeerError, UserError
+from .wire_tools import (
+    ListedNamespaces,
+    ListedObjects,
+    ListNamespaces,
+    ListObjects,
+    Purge,
+    Purged,
+    PurgeObject,
+)
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 Answer = TypeVar("Answer", bound=wire.FromGateway)
@@ -61,6 +73,11 @@ def _is_readable(watched: socket.socket | int, wait_s: float) -> bool:
     poll = select.poll()  # select() takes no descriptor above 1,023
     poll.register(watched, select.POLLIN)
     return bool(poll.poll(wait_s * 1_000))
+
+
+def _check_told(reason: str) -> None:
+    if reason:
+        raise MediumError(0, f"the gateway cannot say what the card holds: {reason}")
 
 
 class Tool:
@@ -130,6 +147,43 @@ class Tool:
             yield told
             if told.state is not wire.VerifyState.RUNNING:
                 return
+
+    def namespaces(self) -> Iterator[HeldNamespace]:
+        """Every namespace of the card, in the order of their bytes. UserError, MediumError."""
+        after = b""
+        while True:
+            self._asked += 1
+            self._send(ListNamespaces(self._asked, after))
+            page = self._await(ListedNamespaces)
+            _check_told(page.reason)
+            for one in page.namespaces:
+                yield HeldNamespace(*msgspec.structs.astuple(one))
+                after = one.namespace
+            if not page.more:
+                return
+
+    def objects(self, prefix: bytes) -> Iterator[HeldObject]:
+        """Every object whose key begins with `prefix`, in the order of keys. UserError, MediumError."""
+        start = prefix
+        while True:
+            self._asked += 1
+            self._send(ListObjects(self._asked, prefix, start))
+            page = self._await(ListedObjects)
+            _check_told(page.reason)
+            for one in page.objects:
+                yield HeldObject(*msgspec.structs.astuple(one))
+            if not page.next:
+                return
+            if page.next <= start:
+                raise UserError(f"the gateway on {self._path} goes in a circle; see its log")
+            start = page.next
+
+    def purge(self, objects: Sequence[HeldObject], namespaces: Sequence[bytes] = ()) -> Purged:
+        """Let these objects leave, as many as a message takes, and forget these namespaces. UserError."""
+        self._asked += 1
+        wanted = tuple(PurgeObject(one.key, one.generation) for one in objects)
+        self._send(Purge(self._asked, wanted, tuple(namespaces)))
+        return self._await(Purged)
 
     def close(self) -> None:
         """End the session."""

@@ -14,6 +14,16 @@ import msgspec
 
 from .errors import PeerError
 from .ring import RingUse
+from .wire_tools import (
+    ListedNamespace,
+    ListedNamespaces,
+    ListedObjects,
+    ListNamespaces,
+    ListObjects,
+    Purge,
+    Purged,
+)
+from .wire_types import MESSAGE_BYTES_MAX, U32, U64, Key, Message, Namespace, Part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,8 +31,6 @@ if TYPE_CHECKING:
 MAGIC: Final = b"XKV1"
 PROTOCOL_VERSION: Final = 3
 
-MESSAGE_BYTES_MAX: Final = 65_536
-"""Below the default socket buffer, so that the kernel keeps a message whole and takes several at once."""
 SESSIONS_MAX: Final = 1_024
 """Each session costs the gateway file descriptors."""
 TOOL_SESSIONS_MAX: Final = 64
@@ -39,11 +47,8 @@ OUTBOX_BYTES_MAX: Final = 16 << 20
 """The same in bytes: statuses are long. The namespaces of an engine of 4,096 ranks, at 4 KB each, are the most."""
 SLOTS_PER_OBJECT_MAX: Final = 12_288
 """At most 5 bytes each, so that the largest object's message still fits (an object of 3 GiB)."""
-KEY_BYTES_MAX: Final = 55
-"""An encoded object key with a hash of 32 bytes."""
 ENGINE_ID_BYTES_MAX: Final = 256
 """Engine ids are UUIDs or short names."""
-NAMESPACE_BYTES: Final = 16
 DESCRIPTOR_BYTES_MAX: Final = 60_000
 """A namespace's JSON: one message holds it."""
 TEXT_BYTES_MAX: Final = 60_000
@@ -110,279 +115,267 @@ class VerifyState(str, Enum):
     BUSY = "busy"  # another tool has one under way
 
 
-_U32 = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
-_U64 = Annotated[int, msgspec.Meta(ge=0)]
-_Key = Annotated[bytes, msgspec.Meta(min_length=1, max_length=KEY_BYTES_MAX)]
-_Slots = Annotated[tuple[_U32, ...], msgspec.Meta(min_length=1, max_length=SLOTS_PER_OBJECT_MAX)]
-_Namespace = Annotated[bytes, msgspec.Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+_Slots = Annotated[tuple[U32, ...], msgspec.Meta(min_length=1, max_length=SLOTS_PER_OBJECT_MAX)]
 _Uuid = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
-class _Part(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A piece of a message."""
-
-
-class _Message(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True, tag=True, gc=False):
-    """One packet's content."""
-
-
-class SlotRange(_Part, frozen=True):
+class SlotRange(Part, frozen=True):
     """`count` neighbouring ring slots from `first` on."""
 
-    first: _U32
-    count: _U32
+    first: U32
+    count: U32
 
 
-class PutObject(_Part, frozen=True):
+class PutObject(Part, frozen=True):
     """One object of a put: its encoded key, its length in bytes, its ring slots in fragment order."""
 
-    key: _Key
-    length: _U64
+    key: Key
+    length: U64
     slots: _Slots
-    family: _U64
-    position: _U32
+    family: U64
+    position: U32
     replace: bool
 
 
-class GetObject(_Part, frozen=True):
+class GetObject(Part, frozen=True):
     """One object of a get: its encoded key and the ring slots of its fragments from `first_fragment` on."""
 
-    key: _Key
+    key: Key
     slots: _Slots
-    first_fragment: _U32
+    first_fragment: U32
 
 
-class LeaseObject(_Part, frozen=True):
+class LeaseObject(Part, frozen=True):
     """One object of a lease: its encoded key, and which of its fragments are wanted."""
 
-    key: _Key
-    first_fragment: _U32
+    key: Key
+    first_fragment: U32
     fragments: Annotated[int, msgspec.Meta(ge=1, le=SLOTS_PER_OBJECT_MAX)]
 
 
-class LeasedObject(_Part, frozen=True):
+class LeasedObject(Part, frozen=True):
     """The answer to object `index` of a lease: where its fragments lie, one slot each; none unless it is `OK`."""
 
-    index: _U32
+    index: U32
     status: LoadStatus
-    generation: _U64
-    length: _U64
-    slots: Annotated[tuple[_U32, ...], msgspec.Meta(max_length=SLOTS_PER_OBJECT_MAX)]
+    generation: U64
+    length: U64
+    slots: Annotated[tuple[U32, ...], msgspec.Meta(max_length=SLOTS_PER_OBJECT_MAX)]
 
 
-class StoredObject(_Part, frozen=True):
+class StoredObject(Part, frozen=True):
     """The answer to object `index` of a put."""
 
-    index: _U32
+    index: U32
     status: StoreStatus
 
 
-class LoadedObject(_Part, frozen=True):
+class LoadedObject(Part, frozen=True):
     """The answer to object `index` of a get; generation and length (bytes) are 0 unless it is held."""
 
-    index: _U32
+    index: U32
     status: LoadStatus
-    generation: _U64
-    length: _U64
+    generation: U64
+    length: U64
 
 
-class DamagedObject(_Part, frozen=True):
+class DamagedObject(Part, frozen=True):
     """One object that a proof has found damaged; `dropped`: it is off the card."""
 
-    key: _Key
-    generation: _U64
-    length: _U64
+    key: Key
+    generation: U64
+    length: U64
     problem: str
     dropped: bool
 
 
-class RankNamespace(_Part, frozen=True):
+class RankNamespace(Part, frozen=True):
     """What one rank has published."""
 
-    rank: _U32
-    namespace: _Namespace
+    rank: U32
+    namespace: Namespace
     descriptor: str
 
 
-class Hello(_Message, frozen=True):
+class Hello(Message, frozen=True):
     """The first message of a client. A tool gives 0 for ring, reserve, staged and fragment.
 
     `staged_bytes`: the scheduler's part of the ring; `ring_use`: how its ranks load; None from a scheduler that takes
     what its ranks have said.
     """
 
-    version: _U32
+    version: U32
     engine_id: Annotated[str, msgspec.Meta(max_length=ENGINE_ID_BYTES_MAX)]
     role: Role
-    rank: _U32
-    world_size: _U32
-    ring_bytes: _U64
-    load_reserve_bytes: _U64
-    staged_bytes: _U64 | None
-    fragment_bytes: _U32
-    pid: _U32
+    rank: U32
+    world_size: U32
+    ring_bytes: U64
+    load_reserve_bytes: U64
+    staged_bytes: U64 | None
+    fragment_bytes: U32
+    pid: U32
     ring_use: RingUse | None = RingUse.OWN
 
 
-class PublishNamespace(_Message, frozen=True):
+class PublishNamespace(Message, frozen=True):
     """A rank's namespace and the JSON text of the identity that it stands for."""
 
-    namespace: _Namespace
+    namespace: Namespace
     descriptor: Annotated[str, msgspec.Meta(max_length=DESCRIPTOR_BYTES_MAX)]
 
 
-class AskNamespaces(_Message, frozen=True):
+class AskNamespaces(Message, frozen=True):
     """What have this engine's ranks published?"""
 
-    ask: _U64
+    ask: U64
 
 
-class Put(_Message, frozen=True):
+class Put(Message, frozen=True):
     """Write these objects from the ring to the card."""
 
-    put: _U64
+    put: U64
     objects: Annotated[tuple[PutObject, ...], msgspec.Meta(min_length=1)]
 
 
-class Get(_Message, frozen=True):
+class Get(Message, frozen=True):
     """Read these objects from the card into the ring."""
 
-    get: _U64
+    get: U64
     objects: Annotated[tuple[GetObject, ...], msgspec.Meta(min_length=1)]
 
 
-class Lease(_Message, frozen=True):
+class Lease(Message, frozen=True):
     """Bring these objects into the region that the engine's ranks share, and leave them there until released."""
 
-    lease: _U64
+    lease: U64
     objects: Annotated[tuple[LeaseObject, ...], msgspec.Meta(min_length=1)]
 
 
-class Release(_Message, frozen=True):
+class Release(Message, frozen=True):
     """These objects of a lease are copied: their slots may be used again."""
 
-    lease: _U64
-    indexes: Annotated[tuple[_U32, ...], msgspec.Meta(min_length=1)]
+    lease: U64
+    indexes: Annotated[tuple[U32, ...], msgspec.Meta(min_length=1)]
 
 
-class Touch(_Message, frozen=True):
+class Touch(Message, frozen=True):
     """These chunks were looked up."""
 
-    tags: tuple[_U64, ...]
+    tags: tuple[U64, ...]
 
 
-class Cancel(_Message, frozen=True):
+class Cancel(Message, frozen=True):
     """Answer what is outstanding of this get, or lease."""
 
-    get: _U64
+    get: U64
 
 
-class AskStatus(_Message, frozen=True):
+class AskStatus(Message, frozen=True):
     """How is the gateway?"""
 
-    ask: _U64
+    ask: U64
 
 
-class Stop(_Message, frozen=True):
+class Stop(Message, frozen=True):
     """Drain and end."""
 
-    ask: _U64
+    ask: U64
 
 
-class Verify(_Message, frozen=True):
+class Verify(Message, frozen=True):
     """Prove every object of the card; with `drop` the damaged leave it."""
 
-    ask: _U64
+    ask: U64
     drop: bool
 
 
-class Welcome(_Message, frozen=True):
+class Welcome(Message, frozen=True):
     """The session is attached. A tool gets no ring, so no slots and no descriptors.
 
     `lease_slots`: where it is not 0, the load region is shared with the engine's other ranks, and the session may hold
     so many slots of it.
     """
 
-    version: _U32
-    session: _U64
+    version: U32
+    session: U64
     boot_id: _Uuid
     card_uuid: _Uuid
-    epoch: _U64
-    slot_bytes: _U32
-    ring_slots: _U32
+    epoch: U64
+    slot_bytes: U32
+    ring_slots: U32
     store_region: SlotRange
     load_region: SlotRange
-    heartbeat_ms: _U32
+    heartbeat_ms: U32
     ring_use: RingUse = RingUse.OWN
-    lease_slots: _U32 = 0
+    lease_slots: U32 = 0
 
 
-class Refused(_Message, frozen=True):
+class Refused(Message, frozen=True):
     """The session is over."""
 
     code: RefusedCode
     reason: str
 
 
-class Namespaces(_Message, frozen=True):
+class Namespaces(Message, frozen=True):
     """Some of the ranks' namespaces; several messages where one does not hold them."""
 
-    ask: _U64
+    ask: U64
     ranks: tuple[RankNamespace, ...]
 
 
-class Stored(_Message, frozen=True):
+class Stored(Message, frozen=True):
     """Answers to objects of a put."""
 
-    put: _U64
+    put: U64
     objects: tuple[StoredObject, ...]
 
 
-class Loaded(_Message, frozen=True):
+class Loaded(Message, frozen=True):
     """Answers to objects of a get."""
 
-    get: _U64
+    get: U64
     objects: tuple[LoadedObject, ...]
 
 
-class Leased(_Message, frozen=True):
+class Leased(Message, frozen=True):
     """Answers to objects of a lease."""
 
-    lease: _U64
+    lease: U64
     objects: tuple[LeasedObject, ...]
 
 
-class Status(_Message, frozen=True):
+class Status(Message, frozen=True):
     """JSON text: counters, capacity, sessions."""
 
-    ask: _U64
+    ask: U64
     text: str
 
 
-class Done(_Message, frozen=True):
+class Done(Message, frozen=True):
     """What was asked for is under way."""
 
-    ask: _U64
+    ask: U64
     text: str
 
 
-class Verifying(_Message, frozen=True):
+class Verifying(Message, frozen=True):
     """How a proof goes: objects and bytes proved so far, objects that were gone, what was found since the last one."""
 
-    ask: _U64
+    ask: U64
     state: VerifyState
-    objects: _U64
-    objects_total: _U64
-    gone: _U64
-    proved_bytes: _U64
+    objects: U64
+    objects_total: U64
+    gone: U64
+    proved_bytes: U64
     damaged: tuple[DamagedObject, ...]
     reason: str
 
 
-FromClient = (
-    Hello | PublishNamespace | AskNamespaces | Put | Get | Lease | Release | Touch | Cancel | AskStatus | Stop | Verify
-)
-FromGateway = Welcome | Refused | Namespaces | Stored | Loaded | Leased | Status | Done | Verifying
+FromRank = Hello | PublishNamespace | AskNamespaces | Put | Get | Lease | Release | Touch | Cancel | AskStatus
+FromClient = FromRank | Stop | Verify | ListNamespaces | ListObjects | Purge
+ToEngine = Welcome | Refused | Namespaces | Stored | Loaded | Leased | Status
+FromGateway = ToEngine | Done | Verifying | ListedNamespaces | ListedObjects | Purged
 
 _Wire = TypeVar("_Wire")
 _Item = TypeVar("_Item")
@@ -478,6 +471,12 @@ def split_namespaces(ask: int, ranks: Sequence[RankNamespace]) -> list[Namespace
     """Answers with all ranks; one empty answer where there are none."""
     pieces = _split(ranks, empty=Namespaces(_NUMBER_MAX, ()))
     return [Namespaces(ask, piece) for piece in pieces] or [Namespaces(ask, ())]
+
+
+def split_listed_namespaces(namespaces: Sequence[ListedNamespace]) -> tuple[ListedNamespace, ...]:
+    """As many of them, from the first on, as one answer holds."""
+    pieces = _split(namespaces, empty=ListedNamespaces(_NUMBER_MAX, (), more=True, reason=""))
+    return pieces[0] if pieces else ()
 
 
 def bounded_text(text: str) -> str:

@@ -1,0 +1,94 @@
+"""Answers tools that ask what the card holds, and takes off it what they name.
+
+Owns: from a tool's question to its one answer: pages that fit a message, and what a purge does to each object.
+Must not know: sockets, sessions, how a card is read. All of it runs on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, TypeAlias
+
+from .errors import MediumError, PeerError
+from .wire import bounded_text, split_listed_namespaces
+from .wire_tools import (
+    NAMESPACES_LISTED_MAX,
+    OBJECTS_LISTED_MAX,
+    REASON_CHARS_MAX,
+    ListedNamespace,
+    ListedNamespaces,
+    ListedObject,
+    ListedObjects,
+    ListNamespaces,
+    ListObjects,
+    Purge,
+    Purged,
+)
+
+if TYPE_CHECKING:
+    from .card import Card
+
+log = logging.getLogger(__name__)
+
+Question: TypeAlias = ListNamespaces | ListObjects | Purge
+Answer: TypeAlias = ListedNamespaces | ListedObjects | Purged
+
+
+class Attendant:
+    """Of one card."""
+
+    def __init__(self, card: Card) -> None:
+        self._card = card
+        self.counters: Counter[str] = Counter()
+
+    def answer(self, question: Question, now_ns: int) -> Answer:
+        """The answer; it says why where there is none."""
+        match question:
+            case ListNamespaces(ask, after):
+                try:
+                    return self._namespaces(ask, after)
+                except MediumError as error:
+                    return ListedNamespaces(ask, (), more=False, reason=str(error)[:REASON_CHARS_MAX])
+            case ListObjects(ask, prefix, start):
+                try:
+                    found, further = self._card.contents.objects(prefix, start, OBJECTS_LISTED_MAX)
+                except MediumError as error:
+                    return ListedObjects(ask, (), b"", str(error)[:REASON_CHARS_MAX])
+                listed = [ListedObject(one.key, one.generation, one.length, one.position) for one in found]
+                return ListedObjects(ask, tuple(listed), further, "")
+            case Purge():
+                return self._purge(question, now_ns)
+
+    def _namespaces(self, ask: int, after: bytes) -> ListedNamespaces:
+        found, more = self._card.contents.namespaces(after, NAMESPACES_LISTED_MAX)
+        listed = [
+            ListedNamespace(
+                one.namespace,
+                one.objects,
+                one.held_bytes,
+                one.limbo_bytes,
+                one.quota_bytes,
+                bounded_text(one.descriptor),
+            )
+            for one in found
+        ]
+        first = split_listed_namespaces(listed)
+        return ListedNamespaces(ask, first, more=more or len(first) < len(listed), reason="")
+
+    def _purge(self, question: Purge, now_ns: int) -> Purged:
+        objects = object_bytes = 0
+        later: list[int] = []
+        for index, one in enumerate(question.objects):
+            try:
+                left_bytes = self._card.purge(one.key, one.generation, now_ns)
+            except PeerError:
+                left_bytes = 0  # an entry of the index that is damaged itself: never served, removed by the next start
+            if left_bytes is None:
+                later.append(index)
+            else:
+                objects += left_bytes > 0
+                object_bytes += left_bytes
+        forgotten = sum(self._card.contents.forget_namespace(one) for one in question.namespaces)
+        self.counters["purges"] += 1
+        return Purged(question.ask, objects, object_bytes, tuple(later), forgotten)
