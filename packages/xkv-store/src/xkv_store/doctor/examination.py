@@ -7,6 +7,7 @@ Must not know: how a check finds what it finds, the engine, what is printed.
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +16,7 @@ from ..contents import HeldObject  # noqa: TID252  the package may have another 
 from ..errors import MediumError, UserError  # noqa: TID252  the package may have another name
 from ..geometry import HEADER_BYTES, SLOT_BYTES  # noqa: TID252
 from ..io_pool import IO_THREADS_DEFAULT  # noqa: TID252
+from ..tool import Tool  # noqa: TID252
 from .findings import note, of_error
 from .folder import examine_databases, examine_direct, examine_owner, examine_room, gather_folder, nearest
 from .limits import examine_memlock, examine_memory, gather_limits
