@@ -11,6 +11,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from xkv_compat.report import as_json
 from xkv_store.commands_doctor import NoBandwidth, Pid, RingBytes, subject_of
 from xkv_store.commands_gateway import CardFolder, Json, PortOrElse, SocketDir, SocketPath, path_option
 from xkv_store.console import Output
@@ -180,9 +181,11 @@ def diagnose(
     for one in examined:
         findings += one.findings
     if examined:
-        measured = examined[0].measured()
+        measured |= examined[0].measured()
         if len(examined) > 1:
             measured["others"] = [one.measured() for one in examined[1:]]
+    if features is not None:
+        measured["vllm"] = as_json(features)
     if launch.shape is not None:
         more, value = _model(launch, launch.shape, present, examined)
         findings += more

@@ -19,6 +19,29 @@ from xkv_store.errors import UserError
 Present = Mapping[str, bool]
 
 
+FALL_BACKS = frozenset(
+    {
+        "abort_safe",
+        "block_error_reporting",
+        "blocks_per_chunk_key",
+        "current_vllm_config",
+        "finish_commit_clamp",
+        "group_window_info",
+        "layer_specs",
+        "manager_lock",
+        "replicated_store",
+        "request_error_reporting",
+        "reset_fence",
+        "reset_safe",
+        "stable_none_hash_default",
+        "state_hits_agree",
+        "tagged_hash_extras",
+        "window_store_mask",
+    }
+)
+"""Features whose absence somebody can notice; what stands in for the others does the same."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownFault:
     """A fault of vLLM itself, or a limit that it sets, and the features that show it."""
@@ -141,10 +164,17 @@ def examine_host(facts: HostFacts) -> list[Finding]:
         ]
     count = sum(features.values())
     found = [ok("vLLM", f"{features.where}: {count} of {len(features)} features")]
+    rest = 0
     for feature in FEATURES:
-        if not features[feature.name]:
+        if features[feature.name]:
+            continue
+        if feature.name in FALL_BACKS:
             lacks = ", ".join(features.missing[feature.name])
             found.append(note("fall-back", f"{feature.name}: {feature.absent} (no {lacks})"))
+        rest += feature.name not in FALL_BACKS
+    if rest:
+        what = f"{rest} other features are not there, which costs nothing"
+        found.append(note("fall-back", what, "", "python -m xkv_compat report"))
     return found
 
 

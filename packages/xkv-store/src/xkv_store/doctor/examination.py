@@ -114,6 +114,10 @@ def _examine_card(subject: Subject, gateway: GatewayFacts, found: list[Finding])
         found.append(note("card", "not looked at: no gateway says which it is", "", "xkv doctor --card FOLDER"))
         return None
     try:
+        if served and not place.is_dir():
+            what = f"the gateway's card is in {place}, which is not seen from here: it is in another container"
+            found.append(note("card", what, "", "xkv doctor where the gateway runs"))
+            return None
         facts = gather_folder(place)
     except OSError as error:
         refused = UserError(f"{place} cannot be looked at: {error.strerror}; run this as the gateway's user")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -55,18 +54,15 @@ class Limits:
 
 
 def gather_limits(pid: int | None = None, roots: Roots | None = None) -> Limits:
-    """The limits of a process (None: this one). Raises UserError where it is not there, or not ours to ask."""
+    """The limits of a process (None: this one). Raises UserError where it is not there."""
     roots = roots or Roots()
-    try:
-        soft, hard = resource.prlimit(pid or 0, resource.RLIMIT_MEMLOCK)
-    except ProcessLookupError as error:
-        raise UserError(f"--pid {pid}: there is no such process; type the engine's (pgrep -f vllm)") from error
-    except PermissionError as error:
-        raise UserError(f"--pid {pid}: it is another user's process; run this as that user, or as root") from error
     own = roots.proc / (str(pid) if pid else "self")
+    if not own.is_dir():
+        raise UserError(f"--pid {pid}: there is no such process; type the engine's (pgrep -f vllm)")
+    soft, hard = _memlock(_read(own / "limits"))
     return Limits(
-        memlock_bytes=_unless_unlimited(soft),
-        memlock_hard_bytes=_unless_unlimited(hard),
+        memlock_bytes=soft,
+        memlock_hard_bytes=hard,
         locks_freely=_locks_freely(_read(own / "status")),
         group=_smallest(_read(own / "cgroup"), roots.groups),
         available_bytes=_available(_read(roots.proc / "meminfo")),
@@ -126,8 +122,11 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _unless_unlimited(limit: int) -> int | None:
-    return None if limit == resource.RLIM_INFINITY else limit
+def _memlock(limits: str) -> tuple[int | None, int | None]:
+    """The soft and the hard limit; None is "unlimited", and not known."""
+    found = re.search(r"(?m)^Max locked memory +(\S+) +(\S+)", limits)
+    soft, hard = found.groups() if found is not None else ("", "")
+    return int(soft) if soft.isdigit() else None, int(hard) if hard.isdigit() else None
 
 
 def _locks_freely(status: str) -> bool:
