@@ -19,7 +19,7 @@ Load = Callable[[], Register]
 Commands = Mapping[str, Load]
 """Command → what loads the function that adds it to the program."""
 
-GROUP: Final = "xkv.commands"
+GROUP: Final = "xkv_commands"
 
 
 def found() -> Commands:

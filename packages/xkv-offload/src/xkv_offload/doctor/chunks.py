@@ -131,8 +131,8 @@ def break_even_tokens(token_bytes: int, rates: Rates, *, chunk_tokens: int) -> i
     gain_s = 1 / rates.prefill_tokens_per_s - token_bytes / rates.read_bytes_per_s
     if gain_s <= 0:
         return None
-    tokens = rates.start_s / gain_s
-    return max(1, -(-int(tokens + 1) // chunk_tokens)) * chunk_tokens
+    tokens = int(rates.start_s / gain_s) + 1
+    return -(-tokens // chunk_tokens) * chunk_tokens
 
 
 def examine_break_even(shape: ModelShape, rates: Rates, *, chunk_tokens: int) -> tuple[Finding, int | None]:

@@ -93,7 +93,7 @@ class Launch:
 
 
 def register(app: typer.Typer) -> None:
-    """Add this command: an entry point of the group `xkv.commands`."""
+    """Add this command: an entry point of the group `xkv_commands`."""
     app.command(name="doctor")(doctor_command)
 
 

@@ -64,9 +64,9 @@ def fault(check: str, what: str, follows: str, remedy: str) -> Finding:
 
 
 def of_error(check: str, error: Exception, follows: str) -> Finding:
-    """A fault of an error whose text says what is wrong, and behind its last semicolon what to do."""
+    """A fault of an error whose text says what is wrong, and behind its last semicolon (or colon) what to do."""
     text = " ".join(str(error).split())
-    what, _, remedy = text.rpartition("; ")
+    what, _, remedy = text.rpartition("; " if "; " in text else ": ")
     return fault(check, what or text, follows, remedy if what else "mend what is named, and try again")
 
 
