@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ import pytest
 from development.places import ROOT
 from xkv_offload.doctor import command
 from xkv_store import cli, contributed
+from xkv_store.doctor import limits
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
 from xkv_store.testing.processes import PORT, running_gateway
 
@@ -135,6 +137,35 @@ def open_sockets(setup: Setup) -> None:
     (setup.folder / "sockets").chmod(0o777)
 
 
+def file_system(flags: int = 0, **changes: int) -> Break:
+    """What statvfs says of the card's: this machine's own is not a test's to fill, or to mount read-only."""
+
+    def breaks(setup: Setup) -> None:
+        usual = os.statvfs
+
+        def other(path: Any) -> Any:
+            found = usual(path)
+            names = [name for name in dir(found) if name.startswith("f_")]
+            values = {name: vars(type(found))[name].__get__(found) for name in names}
+            return types.SimpleNamespace(**{**values, "f_flag": values["f_flag"] | flags, **changes})
+
+        setup.patch.setattr(os, "statvfs", other)
+
+    return breaks
+
+
+def small_group(setup: Setup) -> None:
+    """A control group's limit: the kernel's files of another machine."""
+    groups = setup.folder / "groups"
+    own = setup.folder / "proc" / "self"
+    own.mkdir(parents=True)
+    groups.mkdir()
+    (own / "cgroup").write_text("0::/\n")
+    (groups / "memory.max").write_text(f"{RING_BYTES // 2}\n")
+    roots = limits.Roots(proc=setup.folder / "proc", groups=groups)
+    setup.patch.setattr(limits, "Roots", lambda: roots)
+
+
 BROKEN: dict[str, tuple[Break, str, str]] = {
     "no seed": (env("PYTHONHASHSEED", None), "hash seed", "PYTHONHASHSEED is not set"),
     "a wrong seed": (env("PYTHONHASHSEED", "seven"), "hash seed", "'seven', which Python does not take"),
@@ -154,6 +185,9 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
     "fragments of another size": (key("xkv.fragment_bytes", 261_120), "fragment_bytes", "65536"),
     "a card that others may write to": (open_folder, "card", "others may write to the card's folder"),
     "sockets that others may write to": (open_sockets, "socket", "others may write to the socket folder"),
+    "a read-only card": (file_system(flags=os.ST_RDONLY), "card", "is read-only"),
+    "a full file system": (file_system(f_bavail=0), "room", "0 B are free"),
+    "a small control group": (small_group, "memory", "the control group's limit is 32 MiB"),
     "a ring that is larger than memory": (key("xkv.ring_bytes", 1 << 40), "memory", "available"),
 }
 
@@ -253,7 +287,7 @@ def test_a_mistake_is_code_2_and_one_line(words: list[str], capsys: pytest.Captu
 def test_the_package_says_that_it_brings_the_command() -> None:
     project = (ROOT / "packages" / "xkv-offload" / "pyproject.toml").read_text()
     entry = f'doctor = "{command.__name__}:{command.register.__name__}"'
-    assert f'[project.entry-points.{contributed.GROUP}]\n{entry}\n' in project
+    assert f"[project.entry-points.{contributed.GROUP}]\n{entry}\n" in project
 
 
 def test_a_copy_without_metadata_has_a_way_in(tmp_path: Path) -> None:

@@ -239,7 +239,8 @@ def test_a_configuration_that_none_would_take(extra: dict[str, Any], value: dict
 def test_the_nearest_key_and_keys_that_only_look_like_ours() -> None:
     (found,) = examined({"xkv.prot": 1})
     assert "'xkv.port'" in found.remedy
-    (found,) = examined({"xkv_ring_bytes": 1})
+    (found, well) = examined({"xkv_ring_bytes": 1})
+    assert well.severity is Severity.OK, "it is ignored"
     assert (found.severity, "'xkv.ring_bytes'" in found.remedy) == (Severity.WARNING, True)
 
 
@@ -395,6 +396,28 @@ def test_chunks_that_the_ring_has_no_room_for() -> None:
     none = plans(shape, chunks.Room(geometry=Geometry(), store_slots=2, load_slots=2))
     found = chunks.examine_chunks(none, None, in_tokens=False)[-1]
     assert (found.severity, "xkv.ring_bytes" in found.remedy) == (Severity.FAULT, True)
+
+
+def test_a_ring_that_is_too_small_for_so_many_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    extra = {**GOOD["kv_connector_extra_config"], "xkv.ring_bytes": 4 << 20}  # type: ignore[dict-item]
+    text = json.dumps({**GOOD, "kv_connector_extra_config": extra})
+    launch = command.launch_of(text, tmp_path, tp=64, dtype="auto", block_tokens=16, blocks=None)
+    assert launch.shape is not None
+    findings, value = command._model(launch, launch.shape, lacking(), [])
+    assert (findings[-1].severity, value) == (Severity.FAULT, {})
+    assert "64 ranks need at least" in findings[-1].what
+
+
+def test_what_a_model_comes_to_without_rates(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA))
+    launch = command.launch_of(json.dumps(GOOD), tmp_path, tp=2, dtype="auto", block_tokens=16, blocks=None)
+    assert launch.shape is not None
+    findings, value = command._model(launch, launch.shape, lacking("request_error_reporting"), [])
+    text = " ".join(one.what for one in findings)
+    assert "verified before they are given" in text, "several groups, and no failure that can be told by request"
+    assert "not told: it takes the card's bandwidth" in text
+    assert "break_even_tokens" not in value
 
 
 def test_windows_with_holes_take_chunks_of_one_block() -> None:

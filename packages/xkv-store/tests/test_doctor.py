@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -298,12 +299,11 @@ sys.exit(cli.main(sys.argv[1:], {{}}))
 """
 
 
-def test_a_card_of_another_user(tmp_path: Path) -> None:
-    """Root's, seen by one who is not root: `/usr` is such a folder on every machine."""
+def as_nobody(*words: str) -> dict[str, Any]:
+    """What `xkv doctor` reports to a user who is not root."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
-    words = ["doctor", "--json", "--no-bandwidth", "--card", "/usr", *place(tmp_path)]
     done = subprocess.run(
-        [sys.executable, "-c", AS_NOBODY, *words],
+        [sys.executable, "-c", AS_NOBODY, "doctor", "--json", "--no-bandwidth", *words],
         env=environment,
         capture_output=True,
         text=True,
@@ -311,12 +311,39 @@ def test_a_card_of_another_user(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    report = json.loads(done.stdout)
+    report: dict[str, Any] = json.loads(done.stdout)
     (found,) = [one for one in report["findings"] if one["check"] == "card"]
+    return dict(found)
+
+
+def test_a_card_of_another_user(tmp_path: Path) -> None:
+    """Root's, seen by one who is not root: `/usr` is such a folder on every machine."""
+    found = as_nobody("--card", "/usr", *place(tmp_path))
     assert found["severity"] == "fault"
     assert "belongs to uid 0" in found["what"]
     assert "no gateway of this user can serve" in found["follows"]
     assert "chown -R" in found["type"]
+
+
+def test_a_card_that_its_own_user_may_not_write_to(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as name:  # where another user gets, too
+        folder = Path(name, "card")
+        folder.mkdir()
+        Path(name).chmod(0o755)
+        if not os.geteuid():
+            os.chown(folder, NOBODY, -1)
+        folder.chmod(0o500)
+        found = as_nobody("--card", str(folder), *place(tmp_path))
+        assert found["severity"] == "fault"
+        assert f"may not write to {folder}" in found["what"]
+        assert found["type"].startswith(f"chmod u+rwx {folder}")
+
+
+def test_a_card_whose_owner_is_another_and_that_can_be_written_all_the_same(tmp_path: Path) -> None:
+    """As by root."""
+    facts = folders.gather_folder(tmp_path)
+    found = folders.examine_owner(dataclasses.replace(facts, writable=True), uid=os.geteuid() + 7)
+    assert (found.severity, "read and alter" in found.follows) == (Severity.WARNING, True)
 
 
 def test_a_card_that_others_may_write_to(tmp_path: Path) -> None:

@@ -198,8 +198,10 @@ def _configuration(launch: Launch, present: Present | None) -> list[Finding]:
     if launch.transfer is None:
         return [note("configuration", "not looked at: no --config", "", "--config JSON, as vLLM gets it")]
     found = list(launch.findings)
-    if found or launch.config is None or present is None:
-        return found or [note("configuration", "its keys are right; what this vLLM makes of them was not looked at")]
+    if exit_code(found) or launch.config is None:
+        return found
+    if present is None:
+        return [*found, note("configuration", "its keys are right; what this vLLM makes of them was not looked at")]
     groups = len(launch.shape.groups) if launch.shape is not None else 1
     view = view_of(
         launch.transfer.extra,
@@ -207,7 +209,7 @@ def _configuration(launch: Launch, present: Present | None) -> list[Finding]:
         blocks_per_chunk=launch.blocks or 1,
         world_size=launch.ranks,
     )
-    return examine_supported(view, launch.config, present)
+    return found + examine_supported(view, launch.config, present)
 
 
 def _subjects(launch: Launch, config: Config, own: Subject) -> list[Subject]:
@@ -228,6 +230,7 @@ def _subjects(launch: Launch, config: Config, own: Subject) -> list[Subject]:
                 ring_bytes=config.ring_bytes,
                 fragment_bytes=config.fragment_bytes,
                 capacity_bytes=config.capacity_bytes,
+                io_threads=config.io_threads,
                 trusted_uids=attached.gateway_uids,
             )
         )
@@ -248,7 +251,10 @@ def _model(
         is_verified = plan.channel == "verified"
         if is_verified:
             findings.append(note("model", f"hits are verified before they are given: {plan.reason}"))
-    room = _room(launch, shape, is_verified=is_verified)
+    try:
+        room = _room(launch, shape, is_verified=is_verified)
+    except UserError as error:
+        return [*findings, of_error("chunk size", error, "the engine does not start")], {}
     holes = present is not None and not present["group_window_info"]
 
     def planned(blocks: int) -> ChunkPlan:

@@ -88,8 +88,9 @@ def examine_owner(facts: FolderFacts, *, uid: int) -> Finding:
     if status is not None and status.st_uid != uid:
         what = f"the card's folder {folder} belongs to uid {status.st_uid}, and the gateway is uid {uid}'s"
         remedy = f"run gateway and engines as uid {status.st_uid}, or: chown -R {uid} {folder}"
-        others = "its owner can read and alter what this user's engines store"
-        return fault("card", what, others if facts.writable else serves, remedy)
+        if facts.writable:
+            return warning("card", what, "its owner can read and alter what this user's engines store", remedy)
+        return fault("card", what, serves, remedy)
     if status is not None and status.st_mode & OTHERS_WRITE:
         what = f"others may write to the card's folder {folder} (mode {stat.S_IMODE(status.st_mode):04o})"
         return fault("card", what, "a gateway refuses it", f"chmod go-w {folder}")
