@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -205,6 +206,33 @@ def test_another_user_s_gateway_is_not_trusted_unless_it_is_named() -> None:
     )
     assert found.severity is Severity.FAULT
     assert found.remedy == f"set xkv.gateway_uid to {os.geteuid() + 7}"
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (service.State.FOREIGN, "take another port"),
+        (service.State.REFUSES, "the gateway's log"),
+        (service.State.UNREACHABLE, "type this"),
+    ],
+)
+def test_whatever_else_asking_brings_says_what_to_type(state: service.State, words: str) -> None:
+    facts = service.GatewayFacts(state=state, error="it is so; type this")
+    (found,) = service.examine_gateway(
+        facts, path=Path("s"), embedded=True, fragment_bytes=None, trusted_uids=frozenset()
+    )
+    assert (found.severity, "it is so" in found.what) == (Severity.FAULT, True)
+    assert words in found.remedy
+
+
+def test_a_socket_of_another_program(tmp_path: Path) -> None:
+    path = tmp_path / "sockets" / "1.sock"
+    path.parent.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        other.bind(str(path))
+        other.listen()
+        facts = service.gather_gateway(path, 0.2)
+    assert (facts.state, "no xkv gateway" in facts.error) == (service.State.UNREACHABLE, True)
 
 
 STATUS: dict[str, Any] = {

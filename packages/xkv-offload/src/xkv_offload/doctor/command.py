@@ -154,7 +154,8 @@ def launch_of(
         try:
             checked = keys.parse(transfer.extra)
         except UserError as error:
-            found.append(of_error("configuration", error, "the engine does not start"))
+            remedy = "name a folder that can be one"
+            found.append(of_error("configuration", error, "the engine does not start", remedy))
     try:
         blocks = blocks_per_chunk_of(transfer.extra, block_tokens=block_tokens)
     except UserError as error:
@@ -254,7 +255,7 @@ def _model(
     try:
         room = _room(launch, shape, is_verified=is_verified)
     except UserError as error:
-        return [*findings, of_error("chunk size", error, "the engine does not start")], {}
+        return [*findings, of_error("chunk size", error, "the engine does not start", "a larger xkv.ring_bytes")], {}
     holes = present is not None and not present["group_window_info"]
 
     def planned(blocks: int) -> ChunkPlan:

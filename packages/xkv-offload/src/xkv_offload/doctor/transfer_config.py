@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from xkv_compat.vllm_symbols import ConfigView, GroupView
-from xkv_store.doctor.findings import Finding, fault, of_error, ok, warning
+from xkv_store.doctor.findings import Finding, fault, ok, warning
 from xkv_store.errors import UserError
 
 from .. import config as keys  # noqa: TID252  the package may have another name
@@ -133,5 +133,7 @@ def examine_supported(view: ConfigView, config: Config, features: Mapping[str, b
     try:
         check_supported(view, config, features)
     except UserError as error:
-        return [of_error("configuration", error, NOT_STARTED)]
+        text = str(error)
+        what, _, remedy = text.rpartition("; " if "; " in text else ": ")
+        return [fault("configuration", what, NOT_STARTED, remedy)]
     return [ok("configuration", "an engine would take it")]

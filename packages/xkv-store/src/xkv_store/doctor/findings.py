@@ -63,10 +63,12 @@ def fault(check: str, what: str, follows: str, remedy: str) -> Finding:
     return Finding(check, Severity.FAULT, what, follows, remedy)
 
 
-def of_error(check: str, error: Exception, follows: str) -> Finding:
-    """A fault of an error whose text says what is wrong, and behind its last semicolon (or colon) what to do."""
+def of_error(check: str, error: Exception, follows: str, remedy: str = "") -> Finding:
+    """A fault of an error. Without a remedy, the error's text has it behind its last semicolon."""
     text = " ".join(str(error).split())
-    what, _, remedy = text.rpartition("; " if "; " in text else ": ")
+    if remedy:
+        return fault(check, text, follows, remedy)
+    what, _, remedy = text.rpartition("; ")
     return fault(check, what or text, follows, remedy if what else "mend what is named, and try again")
 
 

@@ -161,8 +161,13 @@ def _away(facts: GatewayFacts, *, path: Path, embedded: bool) -> Finding:
             remedy = "install one release of xkv for gateway and engines: stop the gateway, install, start it"
             follows = f"engines do not start with it (theirs is version {PROTOCOL_VERSION})"
             return fault("gateway", facts.error, follows, remedy)
+        case State.FOREIGN:
+            remedy = "take another port, or install one release of xkv for gateway and engines"
+        case State.REFUSES:
+            remedy = "look at the gateway's log; run this as the engine's user"
         case _:
-            return of_error("gateway", UserError(facts.error), "engines do not start with it")
+            remedy = ""  # the error says it
+    return of_error("gateway", UserError(facts.error), "engines do not start with it", remedy)
 
 
 def _examine_status(status: Mapping[str, Any], *, pid: int, fragment_bytes: int | None) -> list[Finding]:
