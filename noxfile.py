@@ -37,7 +37,8 @@ BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
 ENGINE_TESTS = "tests/test_stack_*.py"
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
-CAMPAIGN_S = 60  # of requests, for each release of a bare run
+RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
+RUN_S = 60  # of requests, for each release of a run without arguments
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
 
 nox.needs_version = ">=2024.4.15"
@@ -100,7 +101,7 @@ def test(session: nox.Session) -> None:
     """Tests of core, compat and matrix, in an environment that holds neither torch nor vLLM."""
     with recorded(session, "test") as result:
         python = dev(session)
-        elsewhere = there("tests/test_architecture.py", HARNESS_TESTS, ENGINE_TESTS)
+        elsewhere = there("tests/test_architecture.py", HARNESS_TESTS, ENGINE_TESTS, RANKS_TESTS)
         crossing = [path for path in there("tests/test_*.py") if path not in elsewhere]
         own = ("packages/xkv-store/tests", "compat/tests", "matrix/tests")
         paths = session.posargs or [*must_be_there(session, result, *own), *crossing]
@@ -124,6 +125,16 @@ def stack(session: nox.Session, target: Target) -> None:
         python = of_target(session, target)
         wanted = (BACKEND_TESTS, HARNESS_TESTS, ENGINE_TESTS if target.engine else IMPORT_TESTS)
         paths = session.posargs or must_be_there(session, result, *wanted)
+        pytest(session, result, python, *paths, env=engine_env(target.release))
+
+
+@nox.session
+@nox.parametrize("target", _params(RUNNABLE))
+def stack_tp(session: nox.Session, target: Target) -> None:
+    """Real engines of two ranks, with the release installed: an object for each, one for both, a rank that dies."""
+    with recorded(session, "stack_tp", target.release) as result:
+        python = of_target(session, target)
+        paths = session.posargs or must_be_there(session, result, RANKS_TESTS)
         pytest(session, result, python, *paths, env=engine_env(target.release))
 
 
@@ -192,23 +203,43 @@ def faults(session: nox.Session) -> None:
     if not session.posargs:
         for target in SUPPORTED:
             with recorded(session, "faults", target.release) as result:
-                _campaign(session, result, target, f"--seconds={CAMPAIGN_S}")
+                _run(session, result, target, "campaign", f"--seconds={RUN_S}")
                 if target is SUPPORTED[-1]:
-                    _campaign(session, result, target, f"--seconds={CAMPAIGN_S}", "--canary")
+                    _run(session, result, target, "campaign", f"--seconds={RUN_S}", "--canary")
         return
-    others = "and, for the campaign: --seconds N (60) --seed S (0) --canary --json"
-    parser = argparse.ArgumentParser(prog="nox -s faults --", allow_abbrev=False, epilog=others)
+    _run_as_asked(session, "faults", "campaign")
+
+
+@nox.session(default=False)
+def engines(session: nox.Session) -> None:
+    """Four real engines on one gateway, some killed: -- --target RELEASE --seconds N --seed S [--canary] [--json].
+
+    Without arguments: a short run on the newest supported release, and a canary.
+    """
+    if session.posargs:
+        _run_as_asked(session, "engines", "engines")
+        return
+    target = _target(session, None)
+    with recorded(session, "engines", target.release) as result:
+        for more in ((), ("--canary",)):
+            _run(session, result, target, "engines", f"--seconds={RUN_S}", *more)
+
+
+def _run_as_asked(session: nox.Session, name: str, module: str) -> None:
+    """One run on the release that the session's arguments name, and with the others of them."""
+    others = "and, for the run: --seconds N (60) --seed S (0) --canary --json"
+    parser = argparse.ArgumentParser(prog=f"nox -s {name} --", allow_abbrev=False, epilog=others)
     parser.add_argument("--target", metavar="RELEASE", help="which release (the newest supported)")
     options, rest = parser.parse_known_args(session.posargs)
     target = _target(session, options.target)
-    with recorded(session, "faults", target.release) as result:
+    with recorded(session, name, target.release) as result:
         result.arguments = list(session.posargs)
-        _campaign(session, result, target, *rest)
+        _run(session, result, target, module, *rest)
 
 
-def _campaign(session: nox.Session, result: Result, target: Target, *options: str) -> None:
-    """Run one campaign with the release installed; its last line is the outcome's."""
-    line = [of_target(session, target), "-m", "campaign", *options]
+def _run(session: nox.Session, result: Result, target: Target, module: str, *options: str) -> None:
+    """Run real engines for a while with the release installed; its last line is the outcome's."""
+    line = [of_target(session, target), "-m", module, *options]
     paths = os.pathsep.join(str(ROOT / path) for path in ("tests", "matrix"))
     env = environ({**engine_env(target.release), "PYTHONPATH": paths})
     done = subprocess.run(line, env=env, cwd=ROOT, check=False)
@@ -251,12 +282,16 @@ EXPECTED = (
     ("vendored_compat", None),
     *(("contracts", target.release) for target in ALL),  # some two seconds each once the wheels are there
     *(("stack", target.release) for target in SUPPORTED),
+    *(("stack_tp", target.release) for target in SUPPORTED),
     *(("vendored", target.release) for target in SUPPORTED),
     *(("faults", target.release) for target in SUPPORTED),
     *(("demo", target.release) for target in SUPPORTED[-1:]),
     ("bench", None),
 )
-BEYOND_CI = tuple(("stack", target.release) for target in INSTALLED if target.status == "followed")
+BEYOND_CI = (
+    *(("stack", target.release) for target in INSTALLED if target.status == "followed"),
+    *(("stack_tp", target.release) for target in RUNNABLE if target.status == "followed"),
+)
 FIGURES = ("bench",)  # they decide nothing
 
 
@@ -305,7 +340,7 @@ def gate(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def everything(session: nox.Session) -> None:
-    """A bare run, and the stack of every followed release that can be installed."""
+    """A bare run, and the stack, of one rank and of two, of every followed release that can be installed."""
     for name in dict.fromkeys(_nox_name(*row) for row in (*EXPECTED, *BEYOND_CI, ("gate", None))):
         session.notify(name, posargs=())
 
@@ -360,9 +395,9 @@ def candidate(session: nox.Session) -> None:
     python = environments.environment(session, f"candidate-{release}", needs, engine)
     env = {**engine_env(release), TARGETS_VARIABLE: str(folder / "targets.toml")}
     parts = {name: Result(f"candidate_{name}", release) for name in ("backend", "harness", "stack")}
-    stack_tests = ENGINE_TESTS if report["engine"] else IMPORT_TESTS
-    for part, tests in zip(parts.values(), (BACKEND_TESTS, HARNESS_TESTS, stack_tests), strict=True):
-        pytest(session, part, python, *there(tests), env=env, quiet=quiet)
+    stack_tests = (ENGINE_TESTS, RANKS_TESTS) if report["engine"] else (IMPORT_TESTS,)
+    for part, tests in zip(parts.values(), ((BACKEND_TESTS,), (HARNESS_TESTS,), stack_tests), strict=True):
+        pytest(session, part, python, *there(*tests), env=env, quiet=quiet)
     failed = sum(part.counts.get("failed", 0) for part in parts.values())
     fits = report["verdict"] == "usable" and not failed
     report["tests"] = {name: {"counts": part.counts, "failures": part.failures} for name, part in parts.items()}

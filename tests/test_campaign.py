@@ -12,6 +12,7 @@ import pytest
 from campaign.gateways import SLOT_BYTES, GatewayOfCampaign
 from campaign.kinds import DAMAGES, Draw
 from campaign.outcome import EACH_KIND_MIN, KINDS_MIN, LONG_S, Outcome
+from stand.runs import Options
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
 from xkv_store.sockets import socket_for_port
@@ -57,7 +58,7 @@ def test_effects_are_those_of_the_medium_that_had_them(tmp_path: Path) -> None:
 
 
 def outcome(seconds: int, *, each: int, kinds: int = len(KINDS), canary: bool = False) -> Outcome:
-    found = Outcome("release", seconds, 0, canary, KINDS, SHAPES, requests=9)
+    found = Outcome("release", Options(seconds, 0, canary), KINDS, SHAPES, requests=9)
     found.faults.update(dict.fromkeys(KINDS[:kinds], each))
     found.restored.update(dict.fromkeys(SHAPES, 3))
     return found

@@ -13,7 +13,7 @@ import pytest
 
 from xkv_matrix.__main__ import main
 from xkv_matrix.findings import EXIT_BAD_INPUT, EXIT_FINDINGS, EXIT_OK, MatrixError
-from xkv_matrix.gate import Gate, Session, judge, load_gate, save_gate, with_page
+from xkv_matrix.gate import SUPPORTED_SESSIONS, Gate, Session, judge, load_gate, save_gate, with_page
 from xkv_matrix.table import table_text
 from xkv_matrix.targets import COMMITTED, TARGETS_VARIABLE, load_targets
 
@@ -68,7 +68,7 @@ def lying(target: Target, places: Places, tmp_path: Path) -> _Lying:
         places.contract(row).write_text(json.dumps({"format": 1, "provenance": provenance}), encoding="utf-8")
         places.table(row).write_text("[features]\n", encoding="utf-8")
     found = _Lying(results, (supported, followed), places)
-    for session in ("lint", "contracts(9.10.0)", "stack(9.10.0)", "vendored(9.10.0)", "contracts(9.8.0)"):
+    for session in ("lint", *(f"{name}(9.10.0)" for name in SUPPORTED_SESSIONS), "contracts(9.8.0)"):
         found.put(session)
     return found
 
@@ -77,8 +77,8 @@ def test_go(lying: _Lying) -> None:
     gate = lying.judge("lint")
     assert gate.as_json() == {"verdict": "go", "supported": {"9.10.0": "pass"}, "followed": {"9.8.0": "pass"}}
     assert list(gate.as_lines()) == [
-        "9.8.0  followed   pass     contracts pass, stack not run",
-        "9.10.0  supported  pass     contracts pass, stack pass, vendored pass",
+        "9.8.0  followed   pass     contracts pass, stack not run, stack_tp not run",
+        "9.10.0  supported  pass     contracts pass, stack pass, stack_tp pass, vendored pass",
         "go",
     ]
 
@@ -150,7 +150,7 @@ def test_a_result_that_does_not_count(lying: _Lying, fields: dict[str, Any], sai
     }
 
 
-@pytest.mark.parametrize("session", ["stack", "contracts", "vendored"])
+@pytest.mark.parametrize("session", ["stack", "stack_tp", "contracts", "vendored"])
 def test_a_missing_or_unreadable_result(lying: _Lying, session: str) -> None:
     file = lying.folder / f"{session}-9.10.0.json"
     file.unlink()
@@ -208,7 +208,7 @@ def test_a_followed_row_s_stack_is_reported_where_it_ran(lying: _Lying, tmp_path
     lying.put("stack(9.8.0)", outcome="failed", counts={"failed": 1})
     gate = lying.judge()
     assert gate.as_json() == {"verdict": "go", "supported": {"9.10.0": "pass"}, "followed": {"9.8.0": "fail"}}
-    assert "9.8.0  followed   fail     contracts pass, stack fail" in list(gate.as_lines())
+    assert "9.8.0  followed   fail     contracts pass, stack fail, stack_tp not run" in list(gate.as_lines())
     assert "  stack(9.8.0): 1 failed" in list(gate.as_lines())
     save_gate(gate, path)
     assert load_gate(path)["9.8.0"] == "pass"
@@ -217,7 +217,11 @@ def test_a_followed_row_s_stack_is_reported_where_it_ran(lying: _Lying, tmp_path
         "it ran on other sources, so it is nothing to go by"
     )
     lying.put("stack(9.8.0)")
-    assert "9.8.0  followed   pass     contracts pass, stack pass" in list(lying.judge().as_lines())
+    lying.put("stack_tp(9.8.0)")
+    assert "9.8.0  followed   pass     contracts pass, stack pass, stack_tp pass" in list(lying.judge().as_lines())
+    without = (lying.targets[0], replace(lying.targets[1], engine=False))
+    lines = list(replace(lying, targets=without).judge().as_lines())
+    assert "9.8.0  followed   pass     contracts pass, stack pass" in lines, "no engine of it runs on a CPU"
 
 
 def test_a_supported_row_with_a_known_misfit_does_not_pass_as_whole(lying: _Lying) -> None:
@@ -331,7 +335,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert set(line["followed"].values()) == {"not run"}
     assert json.loads((tmp_path / "gate.json").read_text(encoding="utf-8"))["reasons"] == line["reasons"]
     for row in rows:
-        for name in ("stack", "contracts", "vendored"):
+        for name in SUPPORTED_SESSIONS:
             result: dict[str, Any] = {
                 "name": name,
                 "target": row.release,

@@ -15,7 +15,7 @@ from xkv_compat.features import evaluate
 from xkv_compat.probes import Kind, Probe
 from xkv_compat.source import SourceReader
 from xkv_matrix.check import Places, check, open_tree
-from xkv_matrix.gate import judge
+from xkv_matrix.gate import SUPPORTED_SESSIONS, judge
 from xkv_matrix.mutation import PROBES, mutations, removed
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def _without_on_disk(reader: SourceReader, files: dict[str, str], probe: Probe) 
 
 def _gate(target: Target, places: Places, results: Path, findings: int) -> str:
     """The gate's word, where the contracts session found so much and everything else is well."""
-    for name, failed in (("contracts", findings), ("stack", 0), ("vendored", 0)):
+    for name, failed in {**dict.fromkeys(SUPPORTED_SESSIONS, 0), "contracts": findings}.items():
         result: dict[str, Any] = {"name": name, "target": target.release, "arguments": []}
         result |= {"outcome": "failed" if failed else "passed", "counts": {"failed": 1} if failed else {"passed": 1}}
         (results / f"{name}-{target.release}.json").write_text(json.dumps(result), encoding="utf-8")

@@ -25,15 +25,16 @@ if TYPE_CHECKING:
     from .targets import Target
 
 __all__ = [
-    "FAIL", "MISFIT", "NOT_RUN", "PASS", "Gate", "Row", "Session", "judge", "load_gate", "save_gate", "with_page",
+    "FAIL", "MISFIT", "NOT_RUN", "PASS", "SUPPORTED_SESSIONS", "Gate", "Row", "Session", "judge", "load_gate",
+    "save_gate", "with_page",
 ]  # fmt: skip
 
 PASS, FAIL, NOT_RUN, MISFIT = "pass", "fail", "not run", "misfit"
 # Whatever else a caller asks for, no supported row passes without these.
-SUPPORTED_SESSIONS = ("contracts", "stack", "vendored")
+SUPPORTED_SESSIONS = ("contracts", "stack", "stack_tp", "vendored")
 # A followed row's sources are judged in every run; its stack is reported where it ran on these sources.
 FOLLOWED_SESSIONS = ("contracts",)
-FOLLOWED_IF_RUN = ("stack",)
+FOLLOWED_IF_RUN = ("stack", "stack_tp")  # the second where an engine runs on a CPU
 FAILURES_SHOWN_MAX = 5  # a reason is read at a glance; the session's own output has them all
 _SESSION = re.compile(r"(?P<name>\w+)(\((?P<target>[^()]+)\))?")
 
@@ -155,6 +156,11 @@ def _is_of(session: Session, results: Path, sources: str | None) -> bool:
     return isinstance(found, str) or (found is not None and sources in {None, found.sources})
 
 
+def _if_run(target: Target) -> tuple[str, ...]:
+    """What a followed row may have beside what it needs."""
+    return FOLLOWED_IF_RUN if target.engine else FOLLOWED_IF_RUN[:1]
+
+
 def _verdict(session: Session, results: Path, reasons: Sequence[str], misfits: Mapping[str, str]) -> str:
     if reasons:
         return FAIL if session.file(results).exists() else NOT_RUN
@@ -181,7 +187,7 @@ def _row(target: Target, needed: Sequence[Session], results: Path, places: Place
     if stale:
         sessions["contracts"] = FAIL
     if target.status == "followed" and target.requirements:
-        sessions = {**dict.fromkeys(FOLLOWED_IF_RUN, NOT_RUN), **sessions}
+        sessions = {**dict.fromkeys(_if_run(target), NOT_RUN), **sessions}
     if target.status == "followed" and set(sessions.values()) == {NOT_RUN}:
         verdict = NOT_RUN
     else:
@@ -206,7 +212,7 @@ def judge(
         sessions = [Session(name, target.release) for name in own]
         sessions += [session for session in needed if session.target == target.release and session not in sessions]
         if target.status == "followed":
-            more = [Session(name, target.release) for name in FOLLOWED_IF_RUN]
+            more = [Session(name, target.release) for name in _if_run(target)]
             sessions += [session for session in more if session not in sessions and _is_of(session, results, sources)]
         rows.append(_row(target, sessions, results, places, sources))
     common = [text for session in needed if not session.target for text in _against(session, results, sources)]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from campaign.damage import Damage
 from campaign.kinds import DAMAGES, KILL_POINTS, plan_of
+from stand.gateways import leftovers
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES, SUPERBLOCK_BYTES
 from xkv_store.testing.faulty_gateway import effects, write_plan
@@ -169,15 +170,7 @@ class GatewayOfCampaign:
 
     def leftovers(self) -> str:
         """What the gateway still has of engines that have gone, after the time that it is given; empty if nothing."""
-        deadline = time.monotonic() + FREED_S_MAX
-        while True:
-            found = self.status()
-            left = "it does not answer" if found is None else ""
-            if found is not None and (found["engines"] or found["slots"]["in_flight"]):
-                left = f"engines {found['engines']}, slots {found['slots']}"
-            if not left or time.monotonic() > deadline:
-                return left
-            time.sleep(0.05)
+        return leftovers(self.status, FREED_S_MAX)
 
     # --- a point at which it dies -----------------------------------------------------------------------------
 

@@ -8,24 +8,23 @@ from __future__ import annotations
 import random
 import time
 from contextlib import closing
-from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from campaign.gateways import GatewayOfCampaign
 from campaign.kinds import EVENTS, KILL_POINTS, MEDIUM, Draw
 from campaign.outcome import LONG_S, Outcome
-from campaign.prompts import MARGIN_MIN, Pool, Stream, candidates
 from stand.cases import Stand, cannot_run, target
-from stand.engines import Engine, EngineError, Request, StandError
+from stand.engines import Engine, EngineError, StandError, counted
 from stand.models import GEMMA, LLAMA
+from stand.pools import MARGIN_MIN, Pool, Stream, candidates, is_right
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from stand.engines import Answer, Service
+    from stand.engines import Service
     from stand.models import Shape
+    from stand.runs import Options
 
 OUTPUT_TOKENS: Final = 12
 STUCK_S: Final = 60.0  # a batch takes a second or two; the longest bound of the product in it is two seconds
@@ -33,7 +32,6 @@ ANSWER_S_MAX: Final = 150.0  # the engine's process says what is stuck before th
 PAUSE_S_MAX: Final = 0.5  # from a batch's beginning to its event
 RESET_OF: Final = 0.8  # how often an engine forgets its own prefixes, so that hits come from the card
 BLOCKS_PER_CHUNK: Final = {LLAMA.name: 4, GEMMA.name: 2}
-POOL_BATCH: Final = 8
 PROMPTS_SHORT: Final = 16
 PROMPTS_LONG: Final = 32
 # What a prompt adds to the pool's bytes, less than that of the card: so it cannot hold all of them.
@@ -44,15 +42,6 @@ ROUND_S: Final = 900  # one round of all phases
 # Without verification only damage makes wrong answers, and only where headers are left as they were.
 CANARY_EVENTS: Final = ("lies_flipped",)
 CANARY_MEDIA: Final = ("read_flipped",)
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What a campaign is asked to do."""
-
-    seconds: int
-    seed: int
-    canary: bool
 
 
 class Campaign:
@@ -72,9 +61,7 @@ class Campaign:
         self._pools: dict[str, Pool] = {}
         self._phases = [phase for phase in PHASES if cannot_run(phase[0]) is None]
         self._shapes = {shape.name: shape for shape, _ in self._phases}
-        self.outcome = Outcome(
-            target().release, options.seconds, options.seed, options.canary, (*media, *events), tuple(self._shapes)
-        )
+        self.outcome = Outcome(target().release, options, (*media, *events), tuple(self._shapes))
         self._events = Draw(events, self._rng, self.outcome.faults)
         self._media = Draw(media, self._rng, self.outcome.faults)
         self._prompts = PROMPTS_LONG if options.seconds >= LONG_S else PROMPTS_SHORT
@@ -94,26 +81,13 @@ class Campaign:
 
     def _pool(self, shape: Shape) -> Pool:
         """Prompts whose answers nothing but other pages can turn, by an engine without offloading."""
-        prompts: list[list[int]] = []
-        answers: list[list[int]] = []
-        left_out = 0
-        coming = enumerate(candidates(shape, self._rng))
+        coming = candidates(shape, self._rng)
         with self._stand.engine(self._stand.config(shape)) as engine:
-            while len(prompts) < self._prompts:
-                asked = [Request(id=f"p{number}", prompt=prompt) for number, prompt in islice(coming, POOL_BATCH)]
-                engine.begin_serve(asked, max_tokens=OUTPUT_TOKENS, margins=True)
-                found = engine.finish_serve().answers
-                for request in asked:
-                    answer = found[request.id]
-                    assert answer.margin is not None
-                    if answer.margin < MARGIN_MIN or len(set(answer.tokens)) < OUTPUT_TOKENS // 4:
-                        left_out += 1
-                        continue
-                    prompts.append(request.prompt)
-                    answers.append(answer.tokens)
-                assert left_out < 10 * self._prompts, f"{shape.name} decides nothing: it needs another scale"
-        self._say(f"{shape.name}: {len(prompts)} prompts, {left_out} left out for a margin below {MARGIN_MIN}")
-        return Pool(prompts, answers)
+            pool = Pool.ask(engine, coming, wanted=self._prompts, output_tokens=OUTPUT_TOKENS)
+        self._say(
+            f"{shape.name}: {len(pool.prompts)} prompts, {pool.left_out} left out for a margin below {MARGIN_MIN}"
+        )
+        return pool
 
     def phase_parts(self, shape: Shape, policy: str) -> tuple[GatewayOfCampaign, Stream, Callable[[], Engine]]:
         """A card with its gateway, a stream of requests, and how an engine is made."""
@@ -230,7 +204,7 @@ class Phase:
         stuck = [name for name, answer in service.answers.items() if answer.finish_reason is None]
         if stuck or not service.drained:
             self._outcome.stuck += max(1, len(stuck))
-            self._complain(f"{event}: {stuck or 'transfers'} did not end; {_told(service)}")
+            self._complain(f"{event}: {stuck or 'transfers'} did not end; {counted(service)}")
             engine.kill()
             self._engine = None
         return aborted
@@ -244,9 +218,9 @@ class Phase:
                 aborted += 1
             if answer.finish_reason == "error":
                 errors += 1
-            elif not _is_right(answer, right[name]):
+            elif not is_right(answer, right[name]):
                 outcome.wrong += 1
-                self._complain(f"{event}: {name} got {answer.tokens}, not {right[name]}; {_told(service)}")
+                self._complain(f"{event}: {name} got {answer.tokens}, not {right[name]}; {counted(service)}")
         outcome.aborted += aborted
         outcome.restored[self._shape.name] += product["load_objects"]
         outcome.unverified += product["verify_failures"]
@@ -260,7 +234,7 @@ class Phase:
             outcome.recomputed += failed
             if errors:
                 outcome.wrong += errors
-                self._complain(f"{event}: {errors} errors under recompute; {_told(service)}")
+                self._complain(f"{event}: {errors} errors under recompute; {counted(service)}")
         return aborted
 
     def _kill_engine(self, engine: Engine) -> None:
@@ -273,15 +247,3 @@ class Phase:
         self._complain(f"{event}: the engine died: {why}")
         engine.kill()
         self._engine = None
-
-
-def _told(service: Service) -> str:
-    """What the product counted in a batch."""
-    return str({name: count for name, count in service.counters.product.items() if count})
-
-
-def _is_right(answer: Answer, right: list[int]) -> bool:
-    """Whether the tokens are the right ones; of an answer that was cut off, as far as it goes."""
-    if answer.finish_reason == "length":
-        return answer.tokens == right
-    return answer.tokens == right[: len(answer.tokens)]

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from stand.engines import Engine, EngineConfig, EngineServer, Generation
 from stand.models import Shape, prompt
+from stand.pools import Pool
 from xkv_matrix.targets import Target, find_target
 
 if TYPE_CHECKING:
@@ -94,6 +96,12 @@ class Stand:
             assert len(set(tokens)) >= OUTPUT_TOKENS // 4, f"a baseline that repeats itself proves little: {tokens}"
         return answer.tokens
 
+    def decided(self, shape: Shape, wanted: int) -> Pool:
+        """Prompts of the usual length with one rank's answers, which any number of ranks has to give as well."""
+        coming = (prompt(shape, tokens=PROMPT_TOKENS, seed=seed) for seed in count(1))
+        with self.engine(self.config(shape)) as engine:
+            return Pool.ask(engine, coming, wanted=wanted, output_tokens=OUTPUT_TOKENS)
+
 
 def generate(engine: Engine, asked: Prompts) -> Generation:
     """Greedy answers of the usual length."""
@@ -142,12 +150,15 @@ def restore_after_return(engine: Engine, asked: Prompts, expected: list[list[int
         assert time.monotonic() < deadline, f"nothing is restored: {answer.counters}"
 
 
-def assert_canary(engine: Engine, asked: Prompts, expected: list[list[int]]) -> None:
-    """Zeroed pages must give other tokens for every prompt, or the shape proves nothing."""
+def assert_canary(
+    engine: Engine, asked: Prompts, expected: list[list[int]], *, rank: int | None = None, ranks: int = 1
+) -> None:
+    """Zeroed pages must give other tokens for every prompt, or the shape proves nothing. `rank`: on one of `ranks`."""
     engine.reset_prefix()
-    engine.zero_loads(on=True)
+    engine.zero_loads(on=True, rank=rank)
     answer = generate(engine, asked)
     engine.zero_loads(on=False)
-    assert answer.counters.seen["zeroed_blocks"] == answer.counters.seen["load_blocks"] > 0
+    part = 1 if rank is None else ranks
+    assert part * answer.counters.seen["zeroed_blocks"] == answer.counters.seen["load_blocks"] > 0
     for zeroed, right in zip(answer.tokens, expected, strict=True):
         assert zeroed != right, "the answer does not depend on the restored pages"

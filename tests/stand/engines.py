@@ -7,6 +7,7 @@ Must not know: vLLM (it is imported in the server alone) or what an answer ought
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import select
@@ -41,11 +42,15 @@ COUNTERS_MODULE = "xkv_offload.metrics"
 
 
 class EngineError(Exception):
-    """An engine did not start, or died: `chain` holds the error's lines from the outermost to its root."""
+    """An engine did not start, or died: `chain` holds the error's lines from the outermost to its root.
 
-    def __init__(self, chain: list[str]) -> None:
+    What a process of its own was stopped by, such as a rank's, stands in `log`.
+    """
+
+    def __init__(self, chain: list[str], log: Path) -> None:
         super().__init__("; ".join(chain))
         self.chain = chain
+        self.log = log
 
 
 class StandError(Exception):
@@ -187,7 +192,7 @@ class Engine:
         answer = json.loads(line)
         assert isinstance(answer, dict)
         if "error" in answer:
-            raise EngineError(answer["error"])
+            raise EngineError(answer["error"], self.log)
         return answer
 
     def start(self, message: dict[str, Any]) -> None:
@@ -266,9 +271,9 @@ class Engine:
                 raise StandError(f"the card has not answered for every object: {product}")
             time.sleep(POLL_S)
 
-    def zero_loads(self, *, on: bool) -> None:
-        """Overwrite every page with zeros right after it was restored: the canary."""
-        self._send({"op": "zero_loads", "on": on})
+    def zero_loads(self, *, on: bool, rank: int | None = None) -> None:
+        """Overwrite every page with zeros right after it was restored, on every rank or on one: the canary."""
+        self._send({"op": "zero_loads", "on": on, "rank": rank})
         self._receive(REQUEST_S_MAX)
 
     def reset_prefix(self) -> None:
@@ -314,7 +319,7 @@ class EngineServer:
         self._socket = folder / "engines.sock"
         self._engines: list[Engine] = []
         self.model_runners: dict[str, int] = {}  # how many engines ran which
-        self._starts = 0
+        self._numbers = itertools.count(1)  # of engines, whichever thread asks for one
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / "server.log"
         environment = {
@@ -369,8 +374,7 @@ class EngineServer:
 
     def engine(self, config: EngineConfig) -> Engine:
         """A new engine in a new process, ready; EngineError when vLLM or the spec refuses."""
-        self._starts += 1
-        log = self._folder / f"engine-{self._starts}.log"
+        log = self._folder / f"engine-{next(self._numbers)}.log"
         engine = self._child(config.message(log), log)
         self._engines.append(engine)
         runner = engine.description["model_runner"]
@@ -405,6 +409,11 @@ class EngineServer:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def counted(service: Service) -> str:
+    """What the product has counted meanwhile, for whoever looks into a fault."""
+    return str({name: count for name, count in service.counters.product.items() if count})
 
 
 def alive(pid: int) -> bool:

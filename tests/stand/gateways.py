@@ -23,19 +23,24 @@ from stand.engines import StandError, alive, await_end, log_tail
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES, SLOT_BYTES
 from xkv_store.sockets import socket_for_card
+from xkv_store.testing import faulty_gateway
 from xkv_store.testing.points import ENVIRONMENT_NAME, POINTS
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from typing_extensions import Self
+
+    from xkv_store.testing.faults import FaultPlan
 
 PORT = 5557  # names the socket in a folder of the test's own; nothing listens on the network
 START_S_MAX = 30.0
 END_S_MAX = 30.0
 POINT_S_MAX = 30.0
 POLL_S = 0.01
+ENGINE_ROLES = ("scheduler", "rank")  # and not tools, which look at it
 RING_BYTES = 128 * 1024 * 1024  # half of it for stores: all that the largest case has under way
 
 
@@ -50,19 +55,28 @@ class Gateway:
         databases: int = 1,
         slot_bytes: int = SLOT_BYTES,
         grace_ms: int = 0,
+        faults: FaultPlan | None = None,
     ) -> None:
+        """`faults`: what goes wrong with its medium."""
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
         self._sockets = Path(tempfile.mkdtemp(prefix="xkv-"))
         self._fragment_bytes = slot_bytes - HEADER_BYTES
         self._points = folder / "points"
         self._log = folder / "gateway.log"
+        self._environment = {**os.environ, ENVIRONMENT_NAME: str(self._points)}
+        program = "xkv_store.cli"
+        if faults is not None:
+            program = "xkv_store.testing.faulty_gateway"
+            self._environment[faulty_gateway.ENVIRONMENT_NAME] = str(folder / "faults")
         self._command = [
-            *(sys.executable, "-m", "xkv_store.cli", "gateway", "run", "--json", "--port", str(PORT)),
+            *(sys.executable, "-m", program, "gateway", "run", "--json", "--port", str(PORT)),
             *("--card", str(folder / "card"), "--socket-dir", str(self._sockets), "--capacity", capacity),
             *("--databases", str(databases), "--slot-bytes", str(slot_bytes), "--grace-ms", str(grace_ms)),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._points.mkdir(parents=True)
+        if faults is not None:
+            faulty_gateway.write_plan(folder / "faults", faults)
         self.start()
 
     @property
@@ -90,7 +104,7 @@ class Gateway:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, ENVIRONMENT_NAME: str(self._points)},
+                env=self._environment,
             )
         assert self._process.stdout is not None
         line = b""
@@ -164,6 +178,22 @@ class Gateway:
         if kind is not None:
             sys.stderr.write(f"--- {self._log}\n{log_tail(self._log)}\n")
         self.close()
+
+
+def leftovers(status: Callable[[], dict[str, Any] | None], seconds_max: float) -> str:
+    """What a gateway still has of engines that have gone, after the time that it is given; empty if nothing."""
+    deadline = time.monotonic() + seconds_max
+    while True:
+        found = status()
+        left = "it does not answer"
+        if found is not None:
+            sessions = [one for one in found["sessions"] if one["role"] in ENGINE_ROLES]
+            left = ""
+            if found["engines"] or sessions or found["slots"]["in_flight"]:
+                left = f"engines {found['engines']}, sessions {sessions}, slots {found['slots']}"
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(POLL_S)
 
 
 class EmbeddedCard:

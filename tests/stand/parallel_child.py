@@ -62,7 +62,7 @@ class ParallelChild(EngineChild):
         return found
 
     def _zero_loads(self, request: Message) -> Message:
-        self._llm.collective_rpc("stand_zero_loads", args=(request["on"],))
+        self._llm.collective_rpc("stand_zero_loads", args=(request["on"], request["rank"]))
         return {}
 
 

@@ -30,6 +30,7 @@ class RankWitness:
     """Methods that vLLM adds to its worker, called by name from the engine's process; each answers for its rank."""
 
     model_runner: Any  # the worker's
+    rank: int  # the worker's
 
     def stand_counters(self) -> dict[str, Any]:
         """Who this rank is, and what it has counted."""
@@ -42,6 +43,7 @@ class RankWitness:
             "product": dict(COUNTERS),
         }
 
-    def stand_zero_loads(self, on: bool) -> None:
-        """Whether pages are zeroed right after they were restored."""
-        WITNESS.zero_loads = on
+    def stand_zero_loads(self, on: bool, rank: int | None) -> None:
+        """Whether pages are zeroed right after they were restored, here or on whichever rank is meant."""
+        if rank in {None, self.rank}:
+            WITNESS.zero_loads = on

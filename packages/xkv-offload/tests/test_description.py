@@ -17,6 +17,7 @@ from xkv_offload.description import (
     describe,
     is_replicated,
     kinds,
+    layout_text,
 )
 from xkv_store.errors import UserError
 
@@ -234,6 +235,28 @@ def test_the_last_ranks_port_is_one() -> None:
     check_supported(view(world_size=3, tp_size=3), parse({"xkv.port": 65_534}), FEATURES)
     with pytest.raises(UserError, match=r"xkv.port = 65534 rank 2's gateway has port 65536.*lower"):
         check_supported(view(world_size=3, tp_size=3), config, FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("asked", "replicated", "said"),
+    [
+        ("auto", True, "auto: replicated, one object for all 2 ranks, since every layer of every group is MLA"),
+        ("auto", False, "auto: per_rank, an object for each of 2 ranks, since not every layer of every group is known"),
+        ("per_rank", False, "per_rank: per_rank, an object for each of 2 ranks, since it is asked for"),
+        ("replicated", True, "replicated: replicated, one object for all 2 ranks, since it is asked for"),
+    ],
+)
+def test_the_log_says_what_was_chosen_and_why(asked: str, replicated: bool, said: str) -> None:
+    text = layout_text(asked=asked, replicated=replicated, world_size=2)
+    assert text.startswith(f"xkv.tp_layout = {said}")
+    assert layout_text(asked=asked, replicated=False, world_size=1) == "one rank"
+
+
+def test_the_log_says_so_where_each_rank_has_a_gateway() -> None:
+    assert layout_text(asked="auto", replicated=False, world_size=2, ports="5557 to 5558") == (
+        "xkv.tp_layout = auto: per_rank, an object for each of 2 ranks, since each has a gateway of its own, on ports "
+        "5557 to 5558"
+    )
 
 
 def test_bytes_of_a_chunk() -> None:

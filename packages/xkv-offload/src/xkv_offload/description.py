@@ -135,6 +135,22 @@ def is_replicated(view: ConfigView, config: Config, group_kinds: Sequence[GroupK
     return view.world_size > 1 and identical and config.tp_layout != "per_rank" and not config.port_per_rank
 
 
+def layout_text(*, asked: str, replicated: bool, world_size: int, ports: str = "") -> str:
+    """What was chosen for the ranks of an engine, and why, for its log.
+
+    `asked`: xkv.tp_layout. `ports`: of their gateways, where each has one of its own.
+    """
+    if world_size == 1:
+        return "one rank"
+    chosen = "replicated, one object for all" if replicated else "per_rank, an object for each of"
+    why = "it is asked for"
+    if ports:
+        why = f"each has a gateway of its own, on ports {ports}"
+    elif asked == "auto":
+        why = "every layer of every group is MLA" if replicated else "not every layer of every group is known to be MLA"
+    return f"xkv.tp_layout = {asked}: {chosen} {world_size} ranks, since {why}"
+
+
 def layouts(view: ConfigView, kv_caches: Any) -> tuple[ObjectLayout, ...]:
     """The layout of each group's objects, from the framework's canonical view of the tensors."""
     pages = [

@@ -50,7 +50,8 @@ from .staging import Staging
 from .transfer import XkvTransferSpec
 from .worker import XkvWorker
 
-logger = logging.getLogger(__name__)
+# A child of vLLM's: only what has that one's handlers and level is seen in an engine's log below a warning.
+logger = logging.getLogger(f"vllm.{__name__}")
 
 _framework = framework()
 _OffloadingSpec: Any = _framework.OffloadingSpec
@@ -148,13 +149,12 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
         )
 
     def _ranks_text(self, *, replicated: bool) -> str:
-        """How many objects a chunk has, and where."""
-        ranks = self._view.world_size
-        if replicated:
-            return f"one object for all {ranks} ranks"
-        if gateways(self._view, self._config) > 1:
-            return f"{ranks} ranks with a gateway each, ports {ports_text(self._view, self._config)}"
-        return f"{ranks} rank(s)"
+        """How many objects a chunk has, why, and where they lie."""
+        view, config = self._view, self._config
+        ports = ports_text(view, config) if gateways(view, config) > 1 else ""
+        return description.layout_text(
+            asked=config.tp_layout, replicated=replicated, world_size=view.world_size, ports=ports
+        )
 
     def _staging(self, clients: Sequence[Client], *, slots: Sequence[int], ranks: int) -> Staging:
         """Where hits are verified first. `slots`: of a whole chunk of each group on one rank."""

@@ -1,13 +1,12 @@
 """A real engine of two ranks: each stores and restores its own pages, and what fails on one is computed by both.
 
 If this goes, nothing shows any more that ranks in processes of their own agree: on what is held, on what has failed,
-and on going on after that.
+and on going on after that; nor that a rank's death leaves the gateway clean.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from stand.cases import (
     PROMPT_TOKENS,
     RETURN_S_MAX,
     assert_canary,
+    assert_missed,
     assert_restored,
     generate,
     prompts,
@@ -25,49 +25,36 @@ from stand.cases import (
     store,
     target,
 )
-from stand.engines import STOP_S_MAX, alive, await_end
-from stand.gateways import Gateway
+from stand.engines import STOP_S_MAX, EngineError, await_end
+from stand.gateways import Gateway, leftovers
 from stand.models import LLAMA
+from stand.parallel import FREED_S_MAX, PARALLEL, RANKS, kill_rank, two_ranks
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, SLOT_BYTES
 from xkv_store.key import ObjectKey
 from xkv_store.layout import BadBytesError, parse_slot_header
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from stand.cases import Stand
-    from stand.engines import Engine, EngineConfig
+    from stand.engines import Engine
 
 pytest_plugins = ("stand.fixtures",)
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(450)]
 
-RANKS = 2
-PARALLEL = {"tensor_parallel_size": RANKS}
 BLOCKS_PER_CHUNK = 2
 CHUNKS = PROMPT_TOKENS // (32 * BLOCKS_PER_CHUNK)
 OWN_CONNECTOR = ("XkvOffloadingConnector", "xkv_offload.connector")
-FREED_S_MAX = 1.0  # the promise
 DAMAGED = 9  # the chunk of which one rank's object is damaged: what comes before it stays a prefix
+FRESH_SEED = 10_000  # of a prompt that nobody has stored
+REFUSED = "pages are identical on every rank only where every layer of every group is MLA"
+
+Prompts = list[list[int]]
 
 
 def hears_of_failed_loads() -> bool:
     """Whether this release can be told by blocks or requests; elsewhere hits are verified before they are given."""
     return not {"abort_safe", "request_error_reporting"} <= set(target().lacks)
-
-
-@contextmanager
-def two_ranks(stand: Stand, config: EngineConfig) -> Iterator[Engine]:
-    """A ready engine. Its ranks must end with it."""
-    started = time.monotonic()
-    with stand.engine(config) as engine:
-        print(f"two ranks ready in {time.monotonic() - started:.0f} s")
-        ranks = engine.description["ranks"]
-        assert len({engine.pid, *ranks}) == 1 + RANKS, "each rank is a process of its own"
-        assert all(map(alive, ranks))
-        yield engine
-    for pid in ranks:
-        await_end(pid, STOP_S_MAX)
 
 
 def damage(card: Path, *, rank: int, position: int) -> None:
@@ -90,7 +77,7 @@ def damage(card: Path, *, rank: int, position: int) -> None:
     assert found == 1
 
 
-def ask_again(engine: Engine, asked: list[list[int]], expected: list[list[int]]) -> int:
+def ask_again(engine: Engine, asked: Prompts, expected: Prompts) -> int:
     """A right answer, with nothing of the engine's own; the objects that it restored."""
     engine.settle()
     engine.reset_prefix()
@@ -100,11 +87,12 @@ def ask_again(engine: Engine, asked: list[list[int]], expected: list[list[int]])
     return answer.counters.product["load_objects"]
 
 
-def test_two_ranks(stand: Stand, tmp_path: Path) -> None:
+def test_each_rank_restores_its_own(stand: Stand, tmp_path: Path) -> None:
     """One test, since each start takes long: vLLM spawns the ranks, and each imports everything."""
-    asked = prompts(LLAMA, 1)
-    with two_ranks(stand, stand.config(LLAMA, llm=PARALLEL)) as plain:
-        expected = generate(plain, asked).tokens
+    pool = stand.decided(LLAMA, 3)
+    # One prompt for most of it, and one for each end while it is loaded: what a ring still holds is not read again.
+    asked, other_asked, last_asked = ([prompt] for prompt in pool.prompts)
+    expected, other_expected, _ = ([answer] for answer in pool.answers)
     with Gateway(tmp_path) as gateway:
         config = stand.offloading(
             LLAMA, gateway, blocks_per_chunk=BLOCKS_PER_CHUNK, llm=PARALLEL, load_failure_policy="fail"
@@ -114,22 +102,31 @@ def test_two_ranks(stand: Stand, tmp_path: Path) -> None:
             assert store(first, asked, expected) == RANKS * CHUNKS
             assert gateway.status()["objects"] == RANKS * CHUNKS, "an object for each rank"
             _one_ranks_object_is_damaged(first, tmp_path / "card", asked, expected)
+            store(first, pool.prompts[1:], pool.answers[1:])
 
-        config = replace(config, load_failure_policy="recompute", connector=OWN_CONNECTOR)
-        with two_ranks(stand, config) as second:
+        other = replace(config, load_failure_policy="recompute", connector=OWN_CONNECTOR)
+        with two_ranks(stand, other) as second:
             assert second.description["own_connector_methods"] == [], "ours does, and vLLM's class stays as it is"
-            _the_gateway_is_killed(second, gateway, asked, expected)  # first: later, the ring holds what it would read
-            second.settle()
-            second.reset_prefix()
-            restored = generate(second, asked)
-            assert_restored(restored, expected)
-            assert restored.counters.product["load_objects"] == RANKS * CHUNKS
-            assert restored.cached_tokens == [CHUNKS * 64]
-            assert_canary(second, asked, expected)
-            _the_engine_is_killed(second, gateway)
+            _all_is_restored(second, asked, expected)
+            for rank in range(RANKS):
+                assert_canary(second, asked, expected, rank=rank, ranks=RANKS)
+            _the_gateway_is_killed(second, gateway, other_asked, other_expected)
+            _a_rank_is_killed(second, gateway, last_asked)
+
+        _one_rank_alone_misses(stand, gateway, asked, expected)
+        with two_ranks(stand, config) as third:
+            _all_is_restored(third, asked, expected)
+            _the_engine_is_killed(third, gateway)
 
 
-def _one_ranks_object_is_damaged(engine: Engine, card: Path, asked: list[list[int]], expected: list[list[int]]) -> None:
+def _all_is_restored(engine: Engine, asked: Prompts, expected: Prompts) -> None:
+    restored = generate(engine, asked)
+    assert_restored(restored, expected)
+    assert restored.counters.product["load_objects"] == RANKS * CHUNKS
+    assert restored.cached_tokens == [CHUNKS * 64]
+
+
+def _one_ranks_object_is_damaged(engine: Engine, card: Path, asked: Prompts, expected: Prompts) -> None:
     """By the policy to fail the request ends, the engine lives; then a prefix, and all of it once stored anew."""
     damage(card, rank=1, position=DAMAGED)
     engine.reset_prefix()
@@ -146,7 +143,7 @@ def _one_ranks_object_is_damaged(engine: Engine, card: Path, asked: list[list[in
     assert ask_again(engine, asked, expected) == RANKS * CHUNKS
 
 
-def _the_gateway_is_killed(engine: Engine, gateway: Gateway, asked: list[list[int]], expected: list[list[int]]) -> None:
+def _the_gateway_is_killed(engine: Engine, gateway: Gateway, asked: Prompts, expected: Prompts) -> None:
     """By the policy to recompute nobody notices, and all goes on with the next gateway."""
     engine.reset_prefix()
     gateway.hold("get.read")
@@ -161,6 +158,30 @@ def _the_gateway_is_killed(engine: Engine, gateway: Gateway, asked: list[list[in
     restore_after_return(engine, asked, expected)
 
 
+def _a_rank_is_killed(engine: Engine, gateway: Gateway, asked: Prompts) -> None:
+    """While the gateway is about to read what it loads: nothing of the engine is left after that read."""
+    engine.settle()
+    engine.reset_prefix()
+    gateway.hold("get.before_read")
+    engine.begin_generate(asked, max_tokens=OUTPUT_TOKENS)
+    gateway.await_point("get.before_read")
+    kill_rank(engine, 1)
+    assert gateway.status()["engines"] == 1, "its reads have not ended"
+    gateway.let_go("get.before_read")
+    assert leftovers(gateway.status, FREED_S_MAX) == ""
+
+
+def _one_rank_alone_misses(stand: Stand, gateway: Gateway, asked: Prompts, expected: Prompts) -> None:
+    """What two ranks have stored is nothing for an engine of another size; both sizes' objects lie side by side."""
+    before = gateway.status()["objects"]
+    with stand.engine(stand.offloading(LLAMA, gateway, blocks_per_chunk=BLOCKS_PER_CHUNK)) as alone:
+        cold = generate(alone, asked)
+        assert cold.tokens == expected
+        assert_missed(cold)
+        assert alone.settle().product["confirmed_objects"] == CHUNKS
+    assert gateway.status()["objects"] == before + CHUNKS
+
+
 def _the_engine_is_killed(engine: Engine, gateway: Gateway) -> None:
     """While its ranks store; they end with it, and a second after their last write nothing of it is left."""
     end = time.monotonic() + RETURN_S_MAX
@@ -168,14 +189,22 @@ def _the_engine_is_killed(engine: Engine, gateway: Gateway) -> None:
         assert time.monotonic() < end, "a rank has not come back to the gateway"
         time.sleep(0.01)  # what was verified before needs no rank to be there; stores do
     gateway.hold("put.before_write")
-    engine.begin_generate(prompts(LLAMA, 2), max_tokens=OUTPUT_TOKENS)
+    engine.begin_generate(prompts(LLAMA, FRESH_SEED), max_tokens=OUTPUT_TOKENS)
     gateway.await_point("put.before_write")
     engine.kill()
     for pid in engine.description["ranks"]:
         await_end(pid, STOP_S_MAX)
     assert gateway.status()["engines"] == 1, "its writes have not ended"
     gateway.let_go("put.before_write")
-    end = time.monotonic() + FREED_S_MAX
-    while gateway.status()["engines"]:
-        assert time.monotonic() < end, gateway.status()["sessions"]
-        time.sleep(0.01)
+    assert leftovers(gateway.status, FREED_S_MAX) == ""
+
+
+def test_one_object_for_both_ranks_is_refused(stand: Stand, tmp_path: Path) -> None:
+    """Before anything is stored: the two ranks publish the same shapes, and their bytes differ."""
+    with Gateway(tmp_path) as gateway:
+        config = stand.offloading(LLAMA, gateway, blocks_per_chunk=BLOCKS_PER_CHUNK, llm=PARALLEL)
+        assert config.extra is not None
+        with pytest.raises(EngineError, match=REFUSED):
+            stand.engine(replace(config, extra={**config.extra, "xkv.tp_layout": "replicated"}))
+        assert leftovers(gateway.status, STOP_S_MAX) == ""
+        assert gateway.status()["objects"] == 0
