@@ -149,7 +149,7 @@ class CardMachine(RuleBasedStateMachine):
         elif step in {"settle", "lose"}:
             self.settle(fails=step == "lose")
 
-    @rule(key=keys, then=st.sampled_from(["read", "pin", "pin", "drop"]))
+    @rule(key=keys, then=st.sampled_from(["read", "pin", "pin", "drop", "purge"]))
     def get(self, key: ObjectKey, then: str) -> None:
         plan = self.driver.card.begin_get(key, self.driver.now_ns)
         if plan is None:
@@ -162,7 +162,17 @@ class CardMachine(RuleBasedStateMachine):
             self.driver.card.drop(key, plan.generation, "corrupt")
             self.left_ns.pop(key, None)
             assert key not in self.shown()
+        elif then == "purge":
+            self.purge(key, plan.generation)
         self.driver.card.end_get(plan)
+
+    def purge(self, key: ObjectKey, generation: int) -> None:
+        """It leaves the table at once, and can be read for the grace time, or stays as it is."""
+        was_shown = key in self.shown()
+        if self.driver.card.purge(key.encode(), generation, self.driver.now_ns):
+            assert key not in self.shown()
+            if was_shown:
+                self.left_ns[key] = (generation, self.driver.now_ns)
 
     @rule(which=small)
     def end_get(self, which: int) -> None:

@@ -20,10 +20,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xkv_store import layout, verify
+from xkv_store import layout, verify, wire
+from xkv_store.attendant import Attendant
 from xkv_store.card import CardOptions, PutPlan
 from xkv_store.database import Database
-from xkv_store.errors import CorruptObject, UserError
+from xkv_store.errors import CorruptObject, PeerError, UserError
 from xkv_store.fragment import Identity, prove, seal
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, SUPERBLOCK_COPY_OFFSET, Geometry
 from xkv_store.index import NAMED_DATABASES
@@ -31,6 +32,15 @@ from xkv_store.key import ObjectKey
 from xkv_store.layout import Extent, Record, SlotHeader
 from xkv_store.testing.cards import CardDriver
 from xkv_store.testing.effort import chances
+from xkv_store.wire_tools import (
+    ListedObject,
+    ListedObjects,
+    ListNamespaces,
+    ListObjects,
+    Purge,
+    Purged,
+    PurgeObject,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,6 +125,7 @@ def live_on(options: CardOptions) -> CardDriver:
     driver = CardDriver(options)
     slots = driver.card.slots()
     assert (slots["in_flight"], slots["limbo"], sum(slots.values())) == (0, 0, driver.card.slots_total)
+    listed_and_purged(driver)
     for number, key in enumerate(KEYS):
         assert driver.get_or_drop(key) in (None, content_of(number))
         driver.settle(0)
@@ -135,6 +146,33 @@ def live_on(options: CardOptions) -> CardDriver:
     driver.card.contents.descriptors()
     driver.close()
     return driver
+
+
+def is_key(encoded: bytes) -> bool:
+    with suppress(PeerError):
+        return bool(ObjectKey.decode(encoded))
+    return False
+
+
+def listed_and_purged(driver: CardDriver) -> None:
+    """Whatever lies in the index: answers are messages that a tool takes, and one that is listed can be purged."""
+    attendant, start, listed = Attendant(driver.card), b"", list[ListedObject]()
+    for _ in range(len(KEYS) + 100):
+        for question in (ListObjects(1, b"", start), ListNamespaces(1, b"")):
+            answer = attendant.answer(question, driver.now_ns)
+            assert wire.decode_from_gateway(wire.encode(answer)) == answer
+            if isinstance(answer, ListedObjects):
+                listed += answer.objects
+                start = answer.next
+        if not start:
+            break
+    else:
+        raise AssertionError("a list without an end")
+    for one in [one for one in listed if is_key(one.key)][:1]:
+        purged = attendant.answer(Purge(1, (PurgeObject(one.key, one.generation),), ()), driver.now_ns)
+        assert isinstance(purged, Purged)
+        assert (purged.objects, purged.later) == (1, ())
+        driver.settle(GRACE_MS)
 
 
 def live_and_verify(options: CardOptions) -> None:

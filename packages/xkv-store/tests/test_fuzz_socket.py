@@ -379,7 +379,7 @@ def tools(draw: st.DrawFn) -> tuple[Packet, list[Packet]]:
         st.builds(ListNamespaces, u64s, st.sampled_from([b"", b"f" * 16])),
         st.builds(ListObjects, u64s, key_parts, st.sampled_from([b"", key_of(102), key_of(103) + b"\0"])),
         st.builds(
-            Purge, u64s, st.lists(purge_objects, max_size=128).map(tuple), st.lists(namespaces, max_size=64).map(tuple)
+            Purge, u64s, st.lists(purge_objects, max_size=64).map(tuple), st.lists(namespaces, max_size=64).map(tuple)
         ),
     ]
     then = draw(st.lists(st.one_of(*(ask.map(wire.encode) for ask in asks)), min_size=1, max_size=6))

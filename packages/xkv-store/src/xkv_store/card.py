@@ -229,14 +229,14 @@ class Card:
         self._leave(key, encoded, record, 0, readable=False)
 
     def purge(self, encoded: bytes, generation: int, now_ns: int) -> int | None:
-        """That object leaves as an evicted one does. Its length; 0: it is gone; None: limbo has no room just now."""
+        """That object leaves as an evicted one does. Its length; 0: it is gone; None: limbo has no room. PeerError."""
         record = self._record(encoded)
         if record is None or record.generation != generation:
             return 0
         if self._overlay.full or not self._limbo_takes(self.geometry.fragments(record.length), PURGE_LIMBO_SHARE):
             return None
-        self._counters["purged_objects"] += 1
         self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, readable=True)
+        self._counters["purged_objects"] += 1
         return record.length
 
     def touch(self, tags: Iterable[int]) -> None:

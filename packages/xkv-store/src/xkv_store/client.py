@@ -43,7 +43,6 @@ from .flights import (
     StoredDelivery,
     deliver,
 )
-from .geometry import NAMESPACE_BYTES
 from .wire import LoadedObject, LoadStatus, Role, StoredObject, StoreStatus
 
 if TYPE_CHECKING:
@@ -231,7 +230,7 @@ class Client:
 
         Said again at each reconnect. Raises UserError where the descriptor is too long.
         """
-        assert len(namespace) == NAMESPACE_BYTES
+        assert len(namespace) == wire.NAMESPACE_BYTES
         if len(descriptor.encode()) > wire.DESCRIPTOR_BYTES_MAX:
             raise UserError(
                 f"the namespace's description has {len(descriptor.encode())} bytes, at most "

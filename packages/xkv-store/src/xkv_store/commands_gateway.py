@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 PORT_CUSTOMARY: Final = 5557
+METRICS_HOST: Final = "127.0.0.1"  # no one else's business unless somebody says so
 UID_MAX: Final = (1 << 32) - 2  # the last one means nobody in particular
 LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -134,6 +135,14 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
         Optional[str],  # noqa: UP045
         typer.Option(help="A group whose members may reach the socket."),
     ] = None,
+    metrics_port: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=0, max=65535, help="Serve metrics to Prometheus on this port; 0: one that is free."),
+    ] = None,
+    metrics_host: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help=f"The address that metrics are served on, with --metrics-port [default: {METRICS_HOST}]."),
+    ] = None,
     linger_s: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(min=0, help="End so long after the last session [default: never]."),
@@ -143,6 +152,10 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     """Serve a card until SIGTERM, SIGINT or `xkv gateway stop`; prints one line when it is ready."""
     if database and databases is not None:
         raise UserError("--databases and --database exclude each other: type how many files, or name each of them")
+    if metrics_host == "":
+        raise UserError("--metrics-host is empty: type an address; 0.0.0.0 is every one of this machine's")
+    if metrics_host is not None and metrics_port is None:
+        raise UserError("--metrics-host says where --metrics-port is: type the port, too")
     output = Output(json=as_json)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     capacity_bytes = None if capacity is None else parse_size_bytes("--capacity", capacity)
@@ -161,6 +174,7 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
         linger_s=linger_s,
         allow_uids=frozenset(allow_uid or ()),
         socket_group=socket_group,
+        metrics=None if metrics_port is None else (metrics_host or METRICS_HOST, metrics_port),
     )
     gateway = Gateway(options)
     try:
@@ -175,9 +189,10 @@ def _ready_line(status: Mapping[str, object]) -> str:
     capacity_bytes = status["capacity_bytes"]
     assert isinstance(capacity_bytes, int)
     direct = "O_DIRECT" if status["direct"] else "without O_DIRECT (refused here: page cache, more copies)"
+    metrics = f", metrics at {status['metrics']}" if status["metrics"] else ""
     return (
         f"xkv gateway ready: socket {status['socket']}, card {status['card']}, "
-        f"{format_size(capacity_bytes)}, {direct}, pid {status['pid']}"
+        f"{format_size(capacity_bytes)}, {direct}, pid {status['pid']}{metrics}"
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from .errors import PeerError
-from .geometry import NAMESPACE_BYTES, Geometry
+from .geometry import KEY_BYTES_MAX, NAMESPACE_BYTES, Geometry
 from .layout import BadBytesError, Record, parse_record
 
 if TYPE_CHECKING:
@@ -76,17 +76,19 @@ class Contents:
             if not key.startswith(prefix):
                 return found, b""
             record = self._overlay.present(key, packed)
-            if record is not None:
+            if record is not None and len(key) <= KEY_BYTES_MAX:  # a longer one is damage, and no message takes it
                 found.append(HeldObject(key, record.generation, record.length, record.position))
-        return found, page[-1][0] + b"\0" if len(page) == limit else b""
+        return found, _behind(page[-1][0]) if len(page) == limit else b""
 
     def namespaces(self, after: bytes, limit: int) -> tuple[list[HeldNamespace], bool]:
         """The next `limit` namespaces that hold something or were published; whether there are more."""
         described = self._index.namespaces(after, limit + 1)
         held = heapq.nsmallest(limit + 1, (one.namespace for one in self._accounts if one.namespace > after))
         names = sorted({*described, *held})
+        more = len(names) > limit
+        names = [name for name in names[:limit] if len(name) == NAMESPACE_BYTES]  # others are damage
         found = []
-        for name in names[:limit]:
+        for name in names:
             one = HeldNamespace(name, descriptor=described.get(name, b"").decode("utf-8", "replace"))
             account = self._accounts.find(name)
             if account is not None:
@@ -95,7 +97,7 @@ class Contents:
                 one.held_bytes, one.limbo_bytes = account.held * size, account.limbo * size
                 one.quota_bytes = None if account.quota_slots is None else account.quota_slots * size
             found.append(one)
-        return found, len(names) > limit
+        return found, more
 
     def keys_after(self, encoded: bytes, limit: int) -> list[bytes]:
         """The next `limit` committed objects' keys behind `encoded`, in the order of keys."""
@@ -150,6 +152,14 @@ def all_namespaces(index: Index, geometry: Geometry) -> list[HeldNamespace]:
         one.objects += 1
         one.held_bytes += geometry.fragments(held.length) * geometry.slot_bytes
     return [found[name] for name in sorted(found)]
+
+
+def _behind(key: bytes) -> bytes:
+    """The first key that comes behind `key`; of one that is damage, behind all that begin as it does."""
+    if len(key) <= KEY_BYTES_MAX:
+        return key + b"\0"
+    front = key[:KEY_BYTES_MAX].rstrip(b"\xff")
+    return front[:-1] + bytes([front[-1] + 1]) if front else b""
 
 
 def _parse(packed: bytes) -> Record | None:

@@ -436,6 +436,11 @@ class Desk:
             "counters": {**self.counters, **self._transfers.all_counters(), **self._of_tools()},
         }
 
+    def roles(self) -> dict[str, int]:
+        """How many sessions of each role are attached."""
+        hellos = (connection.session.hello for connection in self.connections.values())
+        return Counter(hello.role.value for hello in hellos if hello is not None)
+
     def _of_tools(self) -> dict[str, int]:
         return {**self._prover.counters, **self._attendant.counters}
 

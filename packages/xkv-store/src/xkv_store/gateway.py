@@ -25,6 +25,7 @@ from .committer import Committer
 from .connections import RECEIVES_PER_ROUND_MAX, Connection
 from .desk import Desk
 from .errors import UserError
+from .figures import Figures, Histogram, Times
 from .io_pool import IO_THREADS_DEFAULT, IoPool, Lane
 from .prover import Prover
 from .sockets import Listener
@@ -33,9 +34,11 @@ from .transfers import Transfers
 from .wire import HEARTBEAT_MS, PROTOCOL_VERSION, TEXT_BYTES_MAX
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
     from types import FrameType
+
+    from .exporter import Exporter
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,10 @@ HEARTBEAT_NS: Final = HEARTBEAT_MS * 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewayOptions:
-    """How a gateway serves. `linger_s`: end so long after the last session; None: stay until told."""
+    """How a gateway serves. `linger_s`: end so long after the last session; None: stay until told.
+
+    `metrics`: host and port on which they are served over HTTP; None: they are not.
+    """
 
     socket: Path
     card: CardOptions
@@ -60,6 +66,7 @@ class GatewayOptions:
     linger_s: float | None = None
     allow_uids: frozenset[int] = frozenset()
     socket_group: str | None = None
+    metrics: tuple[str, int] | None = None
 
 
 class Gateway:
@@ -73,6 +80,7 @@ class Gateway:
         self._listener: Listener | None = None
         self._card: Card | None = None
         self._loop: _Loop | None = None
+        self._exporter: Exporter | None = None
         self._former_handlers: dict[int, Any] = {}
 
     def open(self, *, card_first: bool = False) -> dict[str, Any]:
@@ -96,12 +104,19 @@ class Gateway:
 
     def _open(self, *, card_first: bool) -> None:
         options = self._options
+        if options.metrics is not None:
+            # Not at the top: most gateways are embedded ones, and need no HTTP server.
+            from .exporter import Exporter  # noqa: PLC0415
+
+            self._exporter = Exporter(*options.metrics)
         if not card_first:
             self._listener = self._listen()
         self._card = Card.open(options.card)
         if self._listener is None:
             self._listener = self._listen()
-        self._loop = _Loop(self, options, self._listener, self._card)
+        self._loop = _Loop(self, options, self._listener, self._card, self._exporter)
+        if self._exporter is not None:
+            self._exporter.start()
 
     def _listen(self) -> Listener:
         options = self._options
@@ -137,24 +152,35 @@ class Gateway:
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
             "direct": all(database["direct"] for database in card["databases"]),
+            "metrics": self._exporter.url if self._exporter is not None else None,
             **card,
         }
 
     def status_text(self) -> str:
         """JSON: card, counters, sessions, versions; fits a message."""
+        return fitting_json(self._status(), ("sessions", "databases", "namespaces"))
+
+    def _status(self) -> dict[str, Any]:
         assert self._loop is not None
         status = self.facts()
         status["uptime_s"] = round(time.monotonic() - self._started_s, 1)
         desk = self._loop.status()
-        status |= {**desk, "counters": {**status["counters"], **desk["counters"]}}
-        return fitting_json(status, ("sessions", "databases", "namespaces"))
+        return status | {**desk, "counters": {**status["counters"], **desk["counters"]}}
+
+    def figures(self) -> Figures:
+        """A snapshot for the exporter."""
+        assert self._loop is not None
+        return self._loop.figures(self._status())
 
     def close(self) -> None:
         """Close the card, then give the socket up. Idempotent; also after an `open` that failed."""
         loop, self._loop = self._loop, None
         card, self._card = self._card, None
         listener, self._listener = self._listener, None
+        exporter, self._exporter = self._exporter, None
         try:
+            if exporter is not None:
+                exporter.close()
             quiet = loop.close() if loop is not None else True
             if card is not None and quiet:
                 card.close()  # where a thread hangs in the card, the next start recovers as after a kill
@@ -171,7 +197,9 @@ class Gateway:
 class _Loop:
     """The event loop of an open gateway."""
 
-    def __init__(self, gateway: Gateway, options: GatewayOptions, listener: Listener, card: Card) -> None:
+    def __init__(
+        self, gateway: Gateway, options: GatewayOptions, listener: Listener, card: Card, exporter: Exporter | None
+    ) -> None:
         self._gateway = gateway
         self._linger_s = options.linger_s
         self._listener = listener
@@ -192,6 +220,10 @@ class _Loop:
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._selector.register(self._pool, selectors.EVENT_READ, self._pool)
         self._selector.register(self._committer, selectors.EVENT_READ, self._committer)
+        self._exporter = exporter
+        if exporter is not None:
+            self._selector.register(exporter, selectors.EVENT_READ, exporter)
+        self._times = {Lane.LOAD: Histogram(), Lane.STORE: Histogram(), Lane.PROOF: Histogram()}
         self._listening = True
         self._next_beat_ns = 0
         self._commit_after_ns = 0
@@ -213,6 +245,19 @@ class _Loop:
     def status(self) -> dict[str, Any]:
         """The desk's view."""
         return {**self._desk.status(), "draining": self._desk.draining}
+
+    def figures(self, status: Mapping[str, Any]) -> Figures:
+        """A snapshot, with what a status does not say."""
+        queued = {"turn": self._transfers.queued}
+        queued |= {lane.value: self._pool.queued(lane) for lane in Lane}
+        return Figures(
+            status=status,
+            roles=self._desk.roles(),
+            queued=queued,
+            in_flight=self._transfers.in_flight,
+            uptime_s=status["uptime_s"],
+            times={lane.value: Times(times.cumulated(), times.sum_s) for lane, times in self._times.items()},
+        )
 
     def close(self) -> bool:
         """End the threads; False when one hangs in an I/O call and the card must be left as it is."""
@@ -236,9 +281,12 @@ class _Loop:
                     self._desk.readable(key.data, RECEIVES_PER_ROUND_MAX)
             elif key.data is self._listener:
                 self._accept()
+            elif key.data is self._exporter and self._exporter is not None:
+                self._exporter.give(self._gateway.figures)
             elif key.data is None:
                 os.eventfd_read(key.fd)  # somebody wants the end; looked at below
         for job in self._pool.finished_jobs():
+            self._times[job.lane].add(job.took_s)
             (self._prover if job.lane is Lane.PROOF else self._transfers).ended(job)
         self._commits()
         now_ns = time.monotonic_ns()

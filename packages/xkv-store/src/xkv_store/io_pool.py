@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -43,13 +44,14 @@ class WithdrawnError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One object's I/O, and how it ended. `cost`: slots."""
+    """One object's I/O, and how it ended. `cost`: slots. `took_s`: how long it ran."""
 
     lane: Lane
     run: Callable[[], None]
     error: Exception | None = None
     owner: str = ""
     cost: int = 1
+    took_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -199,9 +201,11 @@ class IoPool:
             job = self._next()
             if job is None:
                 return
+            begun_s = time.monotonic()
             try:
                 job.run()
             except Exception as error:  # noqa: BLE001  the loop judges it; the thread lives on
                 job.error = error
+            job.took_s = time.monotonic() - begun_s
             self._ended(job)
             del job  # a thread that waits must not keep the ring of an engine that is gone

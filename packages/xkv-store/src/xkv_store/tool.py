@@ -159,7 +159,7 @@ class Tool:
             for one in page.namespaces:
                 yield HeldNamespace(*msgspec.structs.astuple(one))
                 after = one.namespace
-            if not page.more:
+            if not (page.more and page.namespaces):
                 return
 
     def objects(self, prefix: bytes) -> Iterator[HeldObject]:

@@ -136,6 +136,11 @@ class Transfers:
         """Objects that wait for their turn, are in the pool or wait for their commit."""
         return len(self._intake) + len(self._jobs) + len(self._reads) + len(self._unconfirmed)
 
+    @property
+    def queued(self) -> int:
+        """Objects that wait for their turn."""
+        return len(self._intake)
+
     def all_counters(self) -> dict[str, int]:
         """What has happened so far, reads included."""
         return {**self.counters, **self._reads.counters}
@@ -351,7 +356,7 @@ class Transfers:
             self._answer_lease(party, (number, getting.index), status, plan, placed)
             return
         self._card.end_get(plan)
-        self._count("get", status)
+        self._count_get(status, plan, getting.landing.slots)
         party.answers.loaded(number, LoadedObject(getting.index, status, plan.generation, plan.length))
         reached("get.answered")
 
@@ -361,7 +366,7 @@ class Transfers:
         """`name`: the lease's number and the object's index in it."""
         lease, index = name
         self._card.end_get(plan)
-        self._count("get", status)
+        self._count_get(status, plan, placed.slots)
         slots: tuple[int, ...] = ()
         if status is LoadStatus.OK:
             slots = placed.slots
@@ -467,6 +472,11 @@ class Transfers:
         if now_s - self._logged_at_s >= LOG_INTERVAL_S:
             self._logged_at_s = now_s
             log.warning("%s: %s (further ones are only counted for %.0f s)", what, error, LOG_INTERVAL_S)
+
+    def _count_get(self, status: LoadStatus, plan: GetPlan, slots: Sequence[int]) -> None:
+        self._count("get", status)
+        if status is LoadStatus.OK:
+            self.counters["get_bytes"] += min(plan.length, len(slots) * self._card.geometry.fragment_bytes)
 
     def _count(self, what: str, status: StoreStatus | LoadStatus) -> None:
         self.counters[f"{what}_{status.name.lower()}"] += 1

@@ -49,6 +49,7 @@ SLOTS_PER_OBJECT_MAX: Final = 12_288
 """At most 5 bytes each, so that the largest object's message still fits (an object of 3 GiB)."""
 ENGINE_ID_BYTES_MAX: Final = 256
 """Engine ids are UUIDs or short names."""
+NAMESPACE_BYTES: Final = 16
 DESCRIPTOR_BYTES_MAX: Final = 60_000
 """A namespace's JSON: one message holds it."""
 TEXT_BYTES_MAX: Final = 60_000

@@ -14,11 +14,11 @@ import msgspec
 from .wire_types import U32, U64, Key, KeyPart, Message, Namespace, Part
 
 OBJECTS_LISTED_MAX: Final = 256
-"""Of one answer: half a millisecond on the event loop, and a third of a message."""
+"""Of one answer: a millisecond of the event loop, and a third of a message."""
 NAMESPACES_LISTED_MAX: Final = 64
 """Looked at for one answer; as many are in it as a message holds with their descriptors."""
-OBJECTS_PURGED_MAX: Final = 128
-"""Of one message: a few milliseconds on the event loop."""
+OBJECTS_PURGED_MAX: Final = 64
+"""Of one message: two milliseconds of the event loop."""
 NAMESPACES_FORGOTTEN_MAX: Final = 64
 """Of one message."""
 REASON_CHARS_MAX: Final = 500
