@@ -145,6 +145,7 @@ def test_each_known_fault_is_told_by_its_feature_and_by_nothing_else() -> None:
         "state_hits_agree": "no Mamba state",
         "request_error_reporting": "by its blocks alone",
         "group_window_info": "with blocks missing",
+        "group_ids": "draft model",
     }.items():
         (told,) = [one for one in host.examine_faults({**ALL, feature: False}) if one.what not in whole]
         assert words in told.what

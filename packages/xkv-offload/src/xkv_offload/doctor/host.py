@@ -107,6 +107,13 @@ KNOWN_FAULTS: tuple[KnownFault, ...] = (
         remedy="blocks_per_chunk 1 for models with sliding windows beside full attention",
     ),
     KnownFault(
+        name="drafts",
+        shows=lambda has: not has["group_ids"],
+        what="with a draft model whose layers have no group of their own, this vLLM takes every group for a draft's",
+        follows="the last chunk of every hit is left out; with Mamba layers beside attention there is no hit at all",
+        remedy="nothing, or a vLLM that has the feature group_ids",
+    ),
+    KnownFault(
         name="reset_prefix_cache",
         shows=lambda _has: True,
         what="vLLM's plain reset_prefix_cache never reaches a connector",
