@@ -12,6 +12,7 @@ import os
 import queue
 import socket
 import threading
+from contextlib import suppress
 from functools import partial
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any, Final
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 PATH: Final = "/metrics"
 FIGURES_S_MAX: Final = 5.0  # a loop that opens a card of a million entries comes round within that
 REQUEST_S_MAX: Final = 5.0  # a client that does not say what it wants, or does not read, keeps others waiting no longer
+WHOLE_REQUEST_S_MAX: Final = 15.0  # nor does one that says it letter by letter
 END_LOOKED_FOR_S: Final = 0.25  # the thread looks so often whether it shall end
 JOIN_S_MAX: Final = 2 * REQUEST_S_MAX
 _TEXT: Final = "text/plain; charset=utf-8"
@@ -125,8 +127,23 @@ class _Snapshot:
 class _Request(WSGIRequestHandler):
     timeout = REQUEST_S_MAX
 
+    def handle(self) -> None:
+        """One request, within its time: the thread is needed for the next."""
+        over = threading.Timer(WHOLE_REQUEST_S_MAX, _hang_up, (self.connection,))
+        over.daemon = True
+        over.start()
+        try:
+            super().handle()
+        finally:
+            over.cancel()
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class's name
         """A scrape every few seconds is no news."""
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with suppress(OSError):  # it has just ended
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _server(family: int, address: tuple[str, int], application: Callable[..., Iterable[bytes]]) -> WSGIServer:
