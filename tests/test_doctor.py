@@ -156,16 +156,21 @@ def file_system(flags: int = 0, **changes: int) -> Break:
     return breaks
 
 
-def small_group(setup: Setup) -> None:
-    """A control group's limit: the kernel's files of another machine."""
-    groups = setup.folder / "groups"
-    own = setup.folder / "proc" / "self"
-    own.mkdir(parents=True)
-    groups.mkdir()
-    (own / "cgroup").write_text("0::/\n")
-    (groups / "memory.max").write_text(f"{RING_BYTES // 2}\n")
-    roots = limits.Roots(proc=setup.folder / "proc", groups=groups)
-    setup.patch.setattr(limits, "Roots", lambda: roots)
+def machine(*, group: str, available_kib: int) -> Break:
+    """A control group's limit and the memory that is left: the kernel's files of another machine."""
+
+    def breaks(setup: Setup) -> None:
+        groups = setup.folder / "groups"
+        own = setup.folder / "proc" / "self"
+        own.mkdir(parents=True)
+        groups.mkdir()
+        (own / "cgroup").write_text("0::/\n")
+        (setup.folder / "proc" / "meminfo").write_text(f"MemAvailable: {available_kib} kB\n")
+        (groups / "memory.max").write_text(f"{group}\n")
+        roots = limits.Roots(proc=setup.folder / "proc", groups=groups)
+        setup.patch.setattr(limits, "Roots", lambda: roots)
+
+    return breaks
 
 
 BROKEN: dict[str, tuple[Break, str, str]] = {
@@ -189,8 +194,16 @@ BROKEN: dict[str, tuple[Break, str, str]] = {
     "sockets that others may write to": (open_sockets, "socket", "others may write to the socket folder"),
     "a read-only card": (file_system(flags=os.ST_RDONLY), "card", "is read-only"),
     "a full file system": (file_system(f_bavail=0), "room", "0 B are free"),
-    "a small control group": (small_group, "memory", "the control group's limit is 32 MiB"),
-    "a ring that is larger than memory": (key("xkv.ring_bytes", 1 << 40), "memory", "available"),
+    "a small control group": (
+        machine(group=str(RING_BYTES // 2), available_kib=1 << 30),
+        "memory",
+        "the control group's limit is 32 MiB",
+    ),
+    "a ring that is larger than memory": (
+        machine(group="max", available_kib=1024),
+        "memory",
+        "1 MiB of memory are available, and the ring has 64 MiB",
+    ),
 }
 
 
