@@ -33,6 +33,7 @@ SOURCES: Final = (".py", ".typed")  # all that a package is made of
 ARCHIVE_TEXTS: Final = (".gitignore", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml")
 METADATA: Final = ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")
 VERSION: Final = re.compile(r'(?m)^__version__ = "(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)"$')
+ENTRY_POINTS: Final = re.compile(r"(?m)^\[project\.(scripts|entry-points\..+)\]$")
 LICENCE: Final = "Apache-2.0"
 OTHERS_UMASK, OTHERS_ZONE = 0o077, "Pacific/Kiritimati"  # of the second build; neither may be seen in its bytes
 
@@ -43,7 +44,7 @@ class Package:
 
     folder: Path
     module: str
-    scripts: bool
+    entry_points: bool
 
     @property
     def source(self) -> Path:
@@ -57,7 +58,7 @@ def packages(root: Path = ROOT, folders: Sequence[str] = PACKAGES) -> tuple[Pack
     for folder in folders:
         (source,) = [path.parent for path in (root / folder / "src").glob("*/__init__.py")]
         text = (root / folder / "pyproject.toml").read_text()
-        found.append(Package(root / folder, source.name, "[project.scripts]" in text))
+        found.append(Package(root / folder, source.name, bool(ENTRY_POINTS.search(text))))
     return tuple(found)
 
 
@@ -173,7 +174,7 @@ def _differences(where: str, there: Sequence[str], wanted: Sequence[str]) -> Ite
 def _wheel_faults(package: Package, wheel: Path, version: str) -> Iterator[str]:
     info = f"{package.module}-{version}.dist-info"
     wanted = [*_sources(package), *(f"{info}/{name}" for name in METADATA)]
-    wanted += [f"{info}/entry_points.txt"] if package.scripts else []
+    wanted += [f"{info}/entry_points.txt"] if package.entry_points else []
     with zipfile.ZipFile(wheel) as archive:
         yield from _differences(wheel.name, archive.namelist(), wanted)
         if f"{package.module}/py.typed" not in archive.namelist():

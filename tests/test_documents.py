@@ -21,7 +21,7 @@ import pytest
 import typer.main
 
 from development.pages import prose
-from documents.lines import ROOT, Line, blocks, check_transfer_config, check_xkv, commands, pages, split
+from documents.lines import OTHERS, ROOT, Line, blocks, check_transfer_config, check_xkv, commands, pages, split
 from xkv_offload.config_table import KEYS
 from xkv_offload.metrics import COUNTERS, METRIC_PREFIX
 from xkv_store import cli, sockets
@@ -46,10 +46,13 @@ LEFT_TO = {
 }
 # What stands in for a page's examples, in the folder of a test.
 SMALL = {"500GiB": "64MiB", "100GiB": "32MiB", "3fa9=20GiB": "3fa9=8MiB"}
+ENGINE = """{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+    "spec_name": "XkvOffloadingSpec", "spec_module_path": "xkv_offload", "blocks_per_chunk": 16, "xkv.port": 5557}}"""
+MODEL = '{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}'
 PLACES = ("/nvme", "/run/xkv", "~")
 READY = re.compile(rb"xkv gateway ready|serving")  # the second is what an embedded one logs
 START_S_MAX = 30.0
-SERVES = ("status", "stop", "verify", "namespaces", "ls", "purge")  # there must be a gateway for these
+SERVES = ("status", "stop", "verify", "namespaces", "ls", "purge", "doctor")  # there must be a gateway for these
 
 OURS = [line for line in commands() if line.program[0] == "xkv"]
 
@@ -162,7 +165,7 @@ def test_what_a_sentence_says_of_a_command_is_so() -> None:
 
 def test_every_command_takes_json() -> None:
     """As the page on operations says."""
-    leaves, left = [], [("xkv", typer.main.get_command(cli.app))]
+    leaves, left = [], [("xkv", typer.main.get_command(cli.program((), OTHERS)))]
     while left:
         name, command = left.pop()
         if isinstance(command, typer.core.TyperGroup):
@@ -190,6 +193,9 @@ class World:
         for name in ("nvme/a", "nvme/b", "run", "home"):
             (folder / name).mkdir(parents=True)
         (folder / "run").chmod(0o700)
+        (folder / "home" / "engine.json").write_text(ENGINE)
+        (folder / "home" / "model").mkdir()
+        (folder / "home" / "model" / "config.json").write_text(MODEL)
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder / "run"))
 
     def words(self, line: Line) -> list[str]:
@@ -257,7 +263,7 @@ def test_what_a_page_says_can_be_typed(
             return
     if any(word in words for word in SERVES):
         with world.gateway_for(words):
-            assert cli.main(words) == 0, capsys.readouterr().err
+            assert cli.main(words, OTHERS) == 0, capsys.readouterr()
     else:
-        assert cli.main(words) == 0
+        assert cli.main(words, OTHERS) == 0
     assert capsys.readouterr().out.strip()

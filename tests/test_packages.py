@@ -177,6 +177,10 @@ def test_our_packages_are_of_one_version_and_say_it_once() -> None:
         assert f'path = "src/{package.module}/__init__.py"' in project
 
 
+def test_a_wheel_has_entry_points_where_its_package_brings_programs_or_commands() -> None:
+    assert {one.module for one in distributions.packages() if one.entry_points} == {"xkv_store", "xkv_offload"}
+
+
 def test_each_package_carries_the_licence() -> None:
     """As a file of its own: a link would lead out of the archive."""
     for folder in PACKAGES:

@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, Any, cast
 import typer.main
 
 from xkv_offload.config_table import KEYS
+from xkv_offload.doctor import command as doctor
 from xkv_store import cli
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from xkv_store.contributed import Commands
+
 ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"(?ms)^(?P<indent> *)```(?P<kind>\S*)\n(?P<text>.*?)^(?P=indent)```$")
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 OWN_KEY = "xkv."
+OTHERS: Commands = {"doctor": lambda: doctor.register}
+"""What xkv-offload brings, whether or not its metadata says so here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ def commands() -> list[Line]:
 
 def check_xkv(words: Sequence[str]) -> None:
     """Raise what the command line would say of these words, those after `xkv`; nothing is run."""
-    command: Any = typer.main.get_command(cli.app)
+    command: Any = typer.main.get_command(cli.program((), OTHERS))
     context: Any = None
     rest, name = list(words), "xkv"
     while True:

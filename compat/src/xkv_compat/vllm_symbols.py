@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .config_view import ConfigView, GroupView, offloading_config_view
 from .errors import UnsupportedVLLM
@@ -17,6 +17,9 @@ from .features import detect_live, installed_version
 from .layers import LayerFacts, layer_specs
 from .live import import_module
 from .model_facts import model_config_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "BoolLookupResult",
@@ -28,6 +31,7 @@ __all__ = [
     "current_vllm_config",
     "default_request_context",
     "framework",
+    "has_default_seed",
     "kv_load_failure_policy",
     "kv_role",
     "layer_specs",
@@ -158,7 +162,12 @@ def none_hash_is_stable(hash_algorithm: str) -> bool:
     """
     if os.environ.get("PYTHONHASHSEED") is not None:
         return True
-    return detect_live()["stable_none_hash_default"] and hash_algorithm in _SEEDED_BY_DEFAULT
+    return has_default_seed(detect_live(), hash_algorithm)
+
+
+def has_default_seed(features: Mapping[str, bool], hash_algorithm: str) -> bool:
+    """Whether a vLLM with these features seeds this algorithm by itself, always alike."""
+    return features["stable_none_hash_default"] and hash_algorithm in _SEEDED_BY_DEFAULT
 
 
 def vllm_version_text() -> str:

@@ -61,13 +61,14 @@ def parse(extra_config: Mapping[str, object]) -> Config:
 
     Raises UserError that names every key at fault with its value, what is allowed and the nearest key.
     """
-    given = {name: value for name, value in extra_config.items() if name.startswith(PREFIX)}
-    _warn_of_look_alikes(extra_config)
-    faults = [fault for name, value in given.items() if (fault := _fault(name, value))]
-    if not faults:
-        faults = _contradictions(given)
-    if faults:
-        raise UserError("kv_connector_extra_config: " + "; ".join(faults))
+    for name, meant in look_alikes(extra_config):
+        logger.warning(
+            "kv_connector_extra_config: %r is ignored; xkv's keys begin with 'xkv.': did you mean %r?", name, meant
+        )
+    wrong = faults(extra_config)
+    if wrong:
+        raise UserError("kv_connector_extra_config: " + "; ".join(wrong))
+    given = _given(extra_config)
     values: dict[str, object] = {key.field: given.get(key.name, key.default) for key in KEYS}
     if values["port"] is None:
         values["path"] = _folder("xkv.path", str(values["path"] or default_card()))
@@ -78,6 +79,16 @@ def parse(extra_config: Mapping[str, object]) -> Config:
             values[part] = cast("int", values["ring_bytes"]) // 4
     values["linger_s"] = float(cast("float", values["linger_s"]))
     return Config(**values)  # type: ignore[arg-type]  # every field is a row of the table, checked above
+
+
+def faults(extra_config: Mapping[str, object]) -> list[str]:
+    """What is wrong with each `xkv.*` key, with its value, what is allowed and the nearest key."""
+    given = _given(extra_config)
+    return [fault for name, value in given.items() if (fault := _fault(name, value))] or _contradictions(given)
+
+
+def _given(extra_config: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in extra_config.items() if name.startswith(PREFIX)}
 
 
 def default_card() -> Path:
@@ -165,19 +176,16 @@ def _contradictions(given: Mapping[str, object]) -> list[str]:
     return []
 
 
-def _warn_of_look_alikes(extra_config: Mapping[str, object]) -> None:
-    """Warn of keys that are not ours and look as if they were meant to be."""
+def look_alikes(extra_config: Mapping[str, object]) -> list[tuple[str, str]]:
+    """Keys that are not ours and look as if they were meant to be, each with the key that was meant."""
+    found = []
     for name in extra_config:
         plain = name.strip().lower().replace("-", ".").replace("_", ".")
         meant = plain.startswith("xkv") or difflib.SequenceMatcher(None, plain.split(".")[0], "xkv").ratio() > 0.6
         if not name.startswith(PREFIX) and meant:
             wanted = PREFIX + plain.split(".", 1)[-1].removeprefix("xkv").replace(".", "_")
-            near = difflib.get_close_matches(wanted, BY_NAME, n=1, cutoff=0.0)
-            logger.warning(
-                "kv_connector_extra_config: %r is ignored; xkv's keys begin with 'xkv.': did you mean %r?",
-                name,
-                near[0],
-            )
+            found.append((name, difflib.get_close_matches(wanted, BY_NAME, n=1, cutoff=0.0)[0]))
+    return found
 
 
 def page() -> str:

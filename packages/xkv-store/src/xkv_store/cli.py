@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from . import __version__, commands_contents, commands_gateway, commands_verify
+from . import (
+    __version__,
+    commands_contents,
+    commands_doctor,
+    commands_gateway,
+    commands_verify,
+    contributed,
+)
 from .console import Output
 from .errors import MediumError, PeerError, UserError
 
@@ -24,16 +31,7 @@ EXIT_FAILURE: Final = 1
 EXIT_MISTAKE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
-app = typer.Typer(
-    name="xkv",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-commands_gateway.register(app)
-commands_contents.register(app)
-commands_verify.register(app)
+_OWN: Final = (commands_gateway, commands_contents, commands_verify, commands_doctor)
 
 
 def _say_version(asked: bool) -> None:
@@ -42,7 +40,6 @@ def _say_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     _version: Annotated[
         bool,
@@ -52,16 +49,36 @@ def _options(
     """KV objects on local NVMe cards: the gateway and what looks after it."""
 
 
+def program(words: Sequence[str] = (), others: contributed.Commands | None = None) -> typer.Typer:
+    """The program with our commands and those that `others` bring (None: the packages that are installed).
+
+    Where names are equal, theirs is taken. With `words`, a command line, what it cannot be about is not loaded. Raises
+    UserError for a package that is broken.
+    """
+    app = typer.Typer(
+        name="xkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
+    app.callback()(_options)
+    theirs = contributed.found() if others is None else others
+    wanted = next((word for word in words if not word.startswith("-")), None)
+    for module in _OWN:
+        module.register(app)
+    for name, load in theirs.items():
+        if wanted in (None, name):
+            contributed.register(app, name, load)
+    return app
+
+
 _USAGE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
 """Some releases of typer bring click under a name of their own: this is its class by any name."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. The console script hands it to `sys.exit`."""
+def main(arguments: Sequence[str] | None = None, others: contributed.Commands | None = None) -> int:
+    """Run one command; returns its exit code. The console script hands it to `sys.exit`. `others`: as of `program`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     output = Output(json="--json" in words)
     try:
-        code = app(args=words, prog_name="xkv", standalone_mode=not output.json)
+        code = program(words, others)(args=words, prog_name="xkv", standalone_mode=not output.json)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else EXIT_FAILURE
     except (UserError, _USAGE_ERROR) as error:

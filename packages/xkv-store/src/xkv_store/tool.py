@@ -34,6 +34,37 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer", bound=wire.FromGateway)
 
+
+class NobodyAnswersError(UserError):
+    """No process listens on the socket."""
+
+
+class SilentGatewayError(UserError):
+    """A process listens, and says nothing within the bound; `peer` is who."""
+
+    def __init__(self, message: str, peer: sockets.Peer) -> None:
+        super().__init__(message, peer)
+        self.peer = peer
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class ForeignGatewayError(UserError):
+    """What listens does not speak this protocol."""
+
+
+class GatewayRefusesError(UserError):
+    """The gateway said no; `code` says why."""
+
+    def __init__(self, message: str, code: wire.RefusedCode) -> None:
+        super().__init__(message, code)
+        self.code = code
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 ANSWER_S_MAX: Final = 10.0  # a gateway that opens a card of a million entries answers within five seconds
 END_S_MAX: Final = 60.0  # the drain's bound, the last commit and the card's sync, with room
 
@@ -52,19 +83,21 @@ def _check_told(reason: str) -> None:
 class Tool:
     """An attached tool; close it (`contextlib.closing`)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, answer_s_max: float = ANSWER_S_MAX) -> None:
         """Attach; raises UserError where no gateway answers or it refuses."""
         self._path = path
+        self._answer_s_max = answer_s_max
         self._asked = 0
         connection = sockets.connect(path) if os.path.isdir(path.parent) else None  # noqa: PTH112  never raises
         if connection is None:
-            raise UserError(
+            raise NobodyAnswersError(
                 f"no gateway answers on {path}; start one with `xkv gateway run`, or name the right one with "
                 "--port, --socket-dir, --card or --socket"
             )
         self._connection = connection
         try:
-            self.pid = sockets.peer_credentials(connection).pid
+            self.peer = sockets.peer_credentials(connection)
+            self.pid = self.peer.pid
             hello = wire.Hello(
                 version=wire.PROTOCOL_VERSION,
                 engine_id=f"tool-{uuid.uuid4().hex}",
@@ -161,7 +194,7 @@ class Tool:
             raise UserError(f"the gateway on {self._path} does not take messages; see its log")
 
     def _await(self, kind: type[Answer]) -> Answer:
-        deadline = time.monotonic() + ANSWER_S_MAX
+        deadline = time.monotonic() + self._answer_s_max
         while (left_s := deadline - time.monotonic()) > 0:
             if not _is_readable(self._connection, left_s):
                 break
@@ -169,9 +202,11 @@ class Tool:
             if isinstance(message, kind):
                 return message
             if isinstance(message, wire.Refused):
-                raise UserError(f"the gateway on {self._path} refuses: {message.reason}")
-        raise UserError(
-            f"the gateway on {self._path} (pid {self.pid}) does not answer within {ANSWER_S_MAX:.0f} s; see its log"
+                raise GatewayRefusesError(f"the gateway on {self._path} refuses: {message.reason}", message.code)
+        raise SilentGatewayError(
+            f"the gateway on {self._path} (pid {self.pid}) does not answer within {self._answer_s_max:.0f} s; see its "
+            "log",
+            self.peer,
         )
 
     def _receive(self, connection: socket.socket) -> wire.FromGateway:
@@ -182,4 +217,6 @@ class Tool:
         try:
             return wire.decode_from_gateway(packet.data)
         except PeerError as error:
-            raise UserError(f"what listens on {self._path} is no xkv gateway of this version: {error}") from error
+            raise ForeignGatewayError(
+                f"what listens on {self._path} is no xkv gateway of this version: {error}"
+            ) from error

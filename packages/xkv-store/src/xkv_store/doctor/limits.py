@@ -1,0 +1,162 @@
+"""What the kernel lets a process have: memory that may be locked, and memory at all.
+
+Owns: reading limits of a process and of its control groups (versions 1 and 2), and what they mean for a ring.
+Must not know: what is in a ring, GPUs, the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ..errors import UserError  # noqa: TID252  the package may have another name
+from ..sizes import format_size  # noqa: TID252
+from .findings import fault, ok, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .findings import Finding
+
+CAP_IPC_LOCK: Final = 14  # its bit in CapEff: memory is locked without a limit
+UNLIMITED_BYTES_MIN: Final = 1 << 60  # version 1 writes "no limit" as a number near 2^63
+RING_SHARE_MAX: Final = 0.5  # of a memory limit; the rest is the engine's own
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where the kernel's files are."""
+
+    proc: Path = Path("/proc")
+    groups: Path = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimit:
+    """A control group's memory limit."""
+
+    limit_bytes: int
+    file: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """One process's. None is "no limit", or, for what is available, "not known"."""
+
+    memlock_bytes: int | None
+    memlock_hard_bytes: int | None
+    locks_freely: bool
+    group: GroupLimit | None
+    available_bytes: int | None
+
+
+def gather_limits(pid: int | None = None, roots: Roots | None = None) -> Limits:
+    """The limits of a process (None: this one). Raises UserError where it is not there."""
+    roots = roots or Roots()
+    own = roots.proc / (str(pid) if pid else "self")
+    if not own.is_dir():
+        raise UserError(f"--pid {pid}: there is no such process; type the engine's (pgrep -f vllm)")
+    soft, hard = _memlock(_read(own / "limits"))
+    return Limits(
+        memlock_bytes=soft,
+        memlock_hard_bytes=hard,
+        locks_freely=_locks_freely(_read(own / "status")),
+        group=_smallest(_read(own / "cgroup"), roots.groups),
+        available_bytes=_available(_read(roots.proc / "meminfo")),
+    )
+
+
+def examine_memlock(limits: Limits, *, ring_bytes: int) -> Finding:
+    """Whether a GPU's ring can be pinned."""
+    if limits.locks_freely or limits.memlock_bytes is None:
+        return ok("memlock", "memory may be locked without a limit")
+    if limits.memlock_bytes >= ring_bytes:
+        return ok("memlock", f"{format_size(limits.memlock_bytes)} may be locked: the ring fits")
+    kib = -(-ring_bytes // 1024)
+    raised = f"ulimit -l {kib}"
+    if limits.memlock_hard_bytes is not None and limits.memlock_hard_bytes < ring_bytes:
+        raised = "as root, LimitMEMLOCK=infinity in the engine's unit, or --ulimit memlock=-1 for its container"
+    return warning(
+        "memlock",
+        f"{format_size(limits.memlock_bytes)} of memory may be locked, and the ring has {format_size(ring_bytes)}",
+        "where a driver keeps to the limit, a GPU's ring is not pinned, and every copy is slower by several times",
+        f"{raised}; or give a smaller xkv.ring_bytes",
+    )
+
+
+def examine_memory(limits: Limits, *, ring_bytes: int) -> Finding:
+    """Whether the ring's memory is there."""
+    ring = f"the ring has {format_size(ring_bytes)} (xkv.ring_bytes)"
+    group = limits.group
+    if group is not None and ring_bytes > group.limit_bytes * RING_SHARE_MAX:
+        found = fault if ring_bytes >= group.limit_bytes else warning
+        return found(
+            "memory",
+            f"the control group's limit is {format_size(group.limit_bytes)} ({group.file}), and {ring}",
+            "the kernel kills the engine (or its gateway) while the ring fills, in the midst of its work",
+            f"raise the limit (MemoryMax= of the unit, --memory of the container), or give xkv.ring_bytes of at most "
+            f"{int(group.limit_bytes * RING_SHARE_MAX)}",
+        )
+    if limits.available_bytes is not None and ring_bytes > limits.available_bytes:
+        return warning(
+            "memory",
+            f"{format_size(limits.available_bytes)} of memory are available, and {ring}",
+            "the machine swaps, or the kernel ends a process, while the ring fills",
+            "end something else, or give a smaller xkv.ring_bytes",
+        )
+    limit = "no control group limits memory" if group is None else f"the limit is {format_size(group.limit_bytes)}"
+    return ok("memory", f"{limit}: the ring fits")
+
+
+# --- the kernel's files ------------------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> str:
+    """The text; empty where it is not there or not ours to read: then nothing is known of it."""
+    try:
+        return path.read_text("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _memlock(limits: str) -> tuple[int | None, int | None]:
+    """The soft and the hard limit; None is "unlimited", and not known."""
+    found = re.search(r"(?m)^Max locked memory +(\S+) +(\S+)", limits)
+    soft, hard = found.groups() if found is not None else ("", "")
+    return int(soft) if soft.isdigit() else None, int(hard) if hard.isdigit() else None
+
+
+def _locks_freely(status: str) -> bool:
+    found = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", status)
+    return found is not None and bool(int(found[1], 16) >> CAP_IPC_LOCK & 1)
+
+
+def _available(meminfo: str) -> int | None:
+    found = re.search(r"(?m)^MemAvailable:\s*(\d+) kB", meminfo)
+    return int(found[1]) * 1024 if found else None
+
+
+def _smallest(text: str, groups: Path) -> GroupLimit | None:
+    """The limit that is met first, of the process's group and all above it."""
+    found = [
+        GroupLimit(limit_bytes=int(value), file=file)
+        for file in _files(text, groups)
+        if (value := _read(file).strip()).isdigit() and int(value) < UNLIMITED_BYTES_MIN
+    ]
+    return min(found, key=lambda one: one.limit_bytes, default=None)
+
+
+def _files(text: str, groups: Path) -> Iterator[Path]:
+    for line in text.splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        # In a container the path may be the host's, and only the root of what is mounted is there.
+        folders = [folder for folder in (path, *map(str, Path(path).parents)) if folder.startswith("/")]
+        if "memory" in controllers.split(","):
+            yield from (Path(f"{groups}/memory{os.path.normpath(one)}", "memory.limit_in_bytes") for one in folders)
+        elif number == "0" and not controllers:
+            for mount in (groups, groups / "unified"):
+                yield from (Path(f"{mount}{os.path.normpath(one)}", "memory.max") for one in folders)
