@@ -15,6 +15,7 @@ from harness.failing import BLOCKS, TOKENS, content_of, damage, serve_again
 from harness.rig import RING_BYTES
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
+from xkv_store.client import Client
 from xkv_store.errors import UserError
 from xkv_store.testing.processes import PORT
 
@@ -81,6 +82,22 @@ def test_the_rings_together_are_as_large_as_one_would_be(two_gateways_rig: Rig) 
     rings = [rank.worker.context.client.ring for rank in engine.ranks]
     assert [ring.slots * ring.slot_bytes for ring in rings] == [RING_BYTES // 2] * 2
     assert rings[0].identity != rings[1].identity
+
+
+def test_each_card_is_told_whose_objects_it_has(two_gateways_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The adopted namespace with its text, which the card keeps; before it, what each rank says of itself.
+    told: list[tuple[str, str, bytes]] = []
+    publish = Client.publish_namespace
+
+    def record(client: Client, namespace: bytes, descriptor: str) -> None:
+        told.append((client._attachment.role.value, client._attachment.socket.stem, namespace))
+        publish(client, namespace, descriptor)
+
+    monkeypatch.setattr(Client, "publish_namespace", record)
+    engine = two_gateways_rig.launch(ALONE)
+    adopted = engine.manager._namespace
+    assert told[2:] == [("scheduler", str(port), adopted) for port in (PORT, PORT + 1)]
+    assert [(role, port) for role, port, _ in told[:2]] == [("rank", str(port)) for port in (PORT, PORT + 1)]
 
 
 @SHAPES
