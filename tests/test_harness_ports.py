@@ -106,6 +106,7 @@ def test_a_killed_gateway_is_a_miss_until_it_is_back(two_gateways_rig: Rig, shap
     rig = two_gateways_rig
     engine = stored(rig, shape)
     rig.gateways[rank].kill()
+    engine.await_no_gateway()
     down = engine.serve("without it", TOKENS, output_tokens=2)
     assert (down.loads, down.finish_reason) == ([], "length")
     other = engine.serve("nor is anything stored", OTHER, output_tokens=2)
@@ -145,6 +146,7 @@ def test_a_gateway_killed_between_hit_and_load(two_gateways_rig: Rig, shape: Sha
         engine.step(before_execute=kill)
     engine.run()
     assert request.finish_reason == "length"
+    engine.await_no_gateway()
     engine.forget()
     assert engine.serve("without it", TOKENS).loads == []
 
