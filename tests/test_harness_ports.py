@@ -12,10 +12,10 @@ import pytest
 
 from harness import release
 from harness.failing import BLOCKS, TOKENS, content_of, damage, serve_again
-from harness.offered import offered
 from harness.rig import RING_BYTES
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
+from xkv_store.client import Client
 from xkv_store.errors import UserError
 from xkv_store.testing.processes import PORT
 
@@ -34,11 +34,12 @@ RANKS = pytest.mark.parametrize("rank", [0, 1])
 
 OTHER = prompt(tokens=16 * BLOCKS + 3, seed=2)
 WHOLE = [tuple(range(BLOCKS))]
+CHUNKS = BLOCKS // 2
 
 
 def objects_of(shape: Shape) -> int:
-    """What one card holds of the prompt."""
-    return sum(map(len, offered(shape, len(TOKENS))))
+    """What one card holds of the prompt: each chunk of each group."""
+    return len(shape.groups) * CHUNKS
 
 
 def await_all(rig: Rig, objects: int) -> None:
@@ -63,8 +64,7 @@ def counted(gateway: Gateway, name: str) -> int:
 def test_both_ranks_are_restored_and_each_card_has_its_ranks_objects_alone(two_gateways_rig: Rig, shape: Shape) -> None:
     rig = two_gateways_rig
     engine = stored(rig, shape)
-    chunks = [len(numbers) for numbers in offered(shape, len(TOKENS))]
-    size = sum(number * shape.chunk_bytes(group) for group, number in enumerate(chunks))
+    size = CHUNKS * sum(map(shape.chunk_bytes, range(len(shape.groups))))
     assert [gateway.status()["object_bytes"] for gateway in rig.gateways] == [size, size]
     for block in range(BLOCKS):
         found = [[gateway.copies(content_of(shape, block, rank=rank)) for gateway in rig.gateways] for rank in range(2)]
@@ -74,7 +74,7 @@ def test_both_ranks_are_restored_and_each_card_has_its_ranks_objects_alone(two_g
     assert restored.loaded() == WHOLE
     assert restored.computed_tokens == len(TOKENS) + 2 - BLOCKS * 16
     reads = [counted(gateway, "reads") for gateway in rig.gateways]
-    assert reads[0] == reads[1] >= BLOCKS // 2, "each rank's objects were read once, from its own card"
+    assert reads[0] == reads[1] >= CHUNKS, "each rank's objects were read once, from its own card"
 
 
 def test_the_rings_together_are_as_large_as_one_would_be(two_gateways_rig: Rig) -> None:
@@ -84,12 +84,29 @@ def test_the_rings_together_are_as_large_as_one_would_be(two_gateways_rig: Rig) 
     assert rings[0].identity != rings[1].identity
 
 
+def test_each_card_is_told_whose_objects_it_has(two_gateways_rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The adopted namespace with its text, which the card keeps; before it, what each rank says of itself.
+    told: list[tuple[str, str, bytes]] = []
+    publish = Client.publish_namespace
+
+    def record(client: Client, namespace: bytes, descriptor: str) -> None:
+        told.append((client._attachment.role.value, client._attachment.socket.stem, namespace))
+        publish(client, namespace, descriptor)
+
+    monkeypatch.setattr(Client, "publish_namespace", record)
+    engine = two_gateways_rig.launch(ALONE)
+    adopted = engine.manager._namespace
+    assert told[2:] == [("scheduler", str(port), adopted) for port in (PORT, PORT + 1)]
+    assert [(role, port) for role, port, _ in told[:2]] == [("rank", str(port)) for port in (PORT, PORT + 1)]
+
+
 @SHAPES
 @RANKS
 def test_a_killed_gateway_is_a_miss_until_it_is_back(two_gateways_rig: Rig, shape: Shape, rank: int) -> None:
     rig = two_gateways_rig
     engine = stored(rig, shape)
     rig.gateways[rank].kill()
+    engine.await_no_gateway()
     down = engine.serve("without it", TOKENS, output_tokens=2)
     assert (down.loads, down.finish_reason) == ([], "length")
     other = engine.serve("nor is anything stored", OTHER, output_tokens=2)
@@ -129,6 +146,7 @@ def test_a_gateway_killed_between_hit_and_load(two_gateways_rig: Rig, shape: Sha
         engine.step(before_execute=kill)
     engine.run()
     assert request.finish_reason == "length"
+    engine.await_no_gateway()
     engine.forget()
     assert engine.serve("without it", TOKENS).loads == []
 
@@ -185,7 +203,7 @@ def test_one_rank_needs_no_second_gateway(rig: Rig) -> None:
     shape = Shape(groups=(full(),), blocks=64, blocks_per_chunk=2)
     first = rig.launch(shape, extra={"xkv.port_per_rank": True})
     first.serve("cold", TOKENS)
-    rig.gateway.await_objects(BLOCKS // 2)
+    rig.gateway.await_objects(CHUNKS)
     for extra in ({}, {"xkv.port_per_rank": True}):
         first = rig.relaunch(first, extra=extra)
         assert first.serve("restored", TOKENS).loaded() == WHOLE, "with the key and without it, they are the same"

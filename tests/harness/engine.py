@@ -236,6 +236,13 @@ class Engine:
             assert time.monotonic() < end, "the clients do not come back to the gateway"
             time.sleep(IDLE_S)
 
+    def await_no_gateway(self) -> None:
+        """Wait until the scheduler's client has heard that a gateway has gone."""
+        end = time.monotonic() + RUN_S_MAX
+        while self.manager._card.alive():
+            assert time.monotonic() < end, "the scheduler takes a gateway that has gone for a living one"
+            time.sleep(IDLE_S)
+
     # --- forgetting ----------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
