@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any, cast
@@ -106,24 +109,33 @@ class FakeEngine:
 
 
 class FakeGateway:
-    """Without sessions."""
+    """With these sessions, for ever."""
+
+    def __init__(self, *sessions: tuple[str, int]) -> None:
+        self._sessions = [{"role": role, "pid": pid} for role, pid in sessions]
 
     def status(self) -> dict[str, Any]:
-        return {"sessions": []}
+        return {"sessions": self._sessions}
 
 
-def served(engine: FakeEngine, *, canary: bool = False) -> Outcome:
-    """What one batch of this engine is counted as."""
+def served(
+    engine: FakeEngine, *, canary: bool = False, gateway: FakeGateway | None = None, killed: bool = False
+) -> Outcome:
+    """What one batch of this engine is counted as. `killed`: by us, before it."""
     found = Outcome("release", Options(60, 0, canary), SEATS)
     rounds = iter((False, True))
     seat = Seat(
         name="one",
         model=Model(POOL, 1, seed=1),
         make=lambda: cast("Any", engine),
-        gateway=cast("Any", FakeGateway()),
+        gateway=cast("Any", gateway or FakeGateway()),
         outcome=found,
         seed=1,
     )
+    if killed:
+        seat.start()
+        assert seat.kill()
+        assert not seat.kill(), "once is enough"
     seat.serve(lambda: next(rounds))
     return found
 
@@ -144,6 +156,26 @@ def test_an_end_that_was_not_ours_is_a_death() -> None:
     found = served(FakeEngine(None, product={}))
     assert (found.engine_deaths, found.wrong) == (1, 0)
     assert "the engine died" in found.reasons[0]
+
+
+@pytest.mark.parametrize(
+    ("session", "leaks"), [(("rank", 0), 1), (("scheduler", 0), 1), (("tool", 0), 0), (("rank", 1), 0)]
+)
+def test_a_session_of_an_engine_that_has_gone_is_a_leak(
+    session: tuple[str, int], leaks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engines.seat.FREED_S_MAX", 0.1)
+    found = served(FakeEngine(None, product={}), gateway=FakeGateway(session))
+    assert found.leaks == leaks
+
+
+def test_an_end_that_was_ours_is_no_death() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        engine = FakeEngine(None, product={})
+        engine.pid = process.pid
+        found = served(engine, killed=True)
+        assert process.wait() == -signal.SIGKILL
+    assert (found.engine_deaths, found.reasons) == (0, [])
 
 
 def test_a_seat_without_an_engine_cannot_be_killed() -> None:
