@@ -493,3 +493,22 @@ def test_what_waits_for_its_turn_ends_with_its_session(
     gateway.desk.end_round(everybody=True)
     assert (before, gateway.transfers.in_flight) == (2, 0)
     assert [engine.sessions.keys() for engine in gateway.desk.engines] == [{(Role.RANK, 1)}]
+
+
+def test_a_put_and_a_get_may_have_the_same_number(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numbers grow each for itself: who cancels the get means no put."""
+    monkeypatch.setattr(transfers, "BEGUN_PER_ROUND_MAX", 0)
+    first, _ = ranks
+    number = next(first.numbers)
+    slots = (first.welcome.store_region.first, first.welcome.store_region.first + 1)
+    put = wire.Put(number, (wire.PutObject(key_of(9).encode(), LENGTH, slots, 1, 9, False),))
+    lease = wire.Lease(number, (wire.LeaseObject(key_of(1).encode(), 0, 2),))
+    for message in (put, lease, wire.Cancel(number)):
+        assert sockets.send(first.socket, wire.encode(message), ())
+    for connection in list(gateway.desk.connections.values()):
+        gateway.desk.readable(connection, 3)
+    monkeypatch.undo()
+    gateway.round()
+    assert [job.lane for job in gateway.pool.waiting] == [Lane.STORE]

@@ -126,7 +126,7 @@ class Transfers:
         self._jobs: dict[Job, _Putting] = {}
         self._reads = Reads(card, pool, self._landed)
         self._intake: FairQueue[_Asked] = FairQueue()
-        self._queued: Counter[tuple[Party, int]] = Counter()  # what of a put, get or lease is still in it
+        self._queued: Counter[tuple[Party, int]] = Counter()  # what of a get or lease is still in it
         self._cancelled: set[tuple[Party, int]] = set()  # of those
         self._logged_at_s = -LOG_INTERVAL_S
         self.counters: Counter[str] = Counter()
@@ -164,10 +164,13 @@ class Transfers:
 
     def _queue(self, party: Party, number: int, task: Task, cost: int) -> None:
         self._intake.append(_Asked(party, number, task, party.owner, cost))
-        self._queued[party, number] += 1
+        if not isinstance(task, PutTask):
+            self._queued[party, number] += 1
 
     def _forget(self, asked: _Asked) -> bool:
-        """It is queued no more; whether it has been cancelled."""
+        """It is queued no more; whether it has been cancelled. Puts, whose numbers may be gets' as well, never are."""
+        if isinstance(asked.task, PutTask):
+            return False
         name = asked.party, asked.number
         is_cancelled = name in self._cancelled
         self._queued[name] -= 1
