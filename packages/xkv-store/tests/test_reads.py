@@ -15,7 +15,7 @@ from xkv_store.client_session import Attached, ClientSession, GetAnswered, Lease
 from xkv_store.control import ControlPage
 from xkv_store.errors import MediumError
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, Geometry
-from xkv_store.io_pool import Lane
+from xkv_store.io_pool import Job, Lane
 from xkv_store.key import ObjectKey
 from xkv_store.reads import LANDINGS_MAX
 from xkv_store.ring import Ring, RingUse
@@ -23,7 +23,7 @@ from xkv_store.testing.steps import Clock, StepGateway, told_by
 from xkv_store.wire import LoadStatus, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SLOT = 4_096
@@ -512,3 +512,27 @@ def test_a_put_and_a_get_may_have_the_same_number(
     monkeypatch.undo()
     gateway.round()
     assert [job.lane for job in gateway.pool.waiting] == [Lane.STORE]
+
+
+def test_what_a_killed_session_waited_for_is_taken_back_in_one_go(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time all that is queued is looked at: once for each of thousands, the gateway's heart would stand still."""
+    flood = Rank(gateway, "flood", use=RingUse.OWN)
+    for place in range(SHARE):
+        item = wire.GetObject(key_of(1 + place).encode(), (flood.welcome.load_region.first + place,), 0)
+        flood.send(flood.session.get(next(flood.numbers), (item,)))
+    ranks[0].lease(6)
+    looks = 0
+    real = gateway.pool.withdraw
+
+    def withdraw(wanted: Callable[[Job], bool]) -> list[Job]:
+        nonlocal looks
+        looks += 1
+        return real(wanted)
+
+    monkeypatch.setattr(gateway.pool, "withdraw", withdraw)
+    flood.die()
+    assert [job.owner for job in gateway.pool.waiting] == ["e"]
+    assert looks <= 2, "one for its loads, one for its stores"
+    assert gateway.transfers.in_flight == 1

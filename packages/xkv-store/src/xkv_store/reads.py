@@ -128,6 +128,7 @@ class Reads:
         self._jobs: dict[Job, _Read] = {}
         self._of: dict[Landing, _Read] = {}
         self._coming: dict[Placed, Landing] = {}
+        self._unwanted: set[Job] = set()  # of reads that all have left
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -161,18 +162,27 @@ class Reads:
     def leave(self, landings: Iterable[Landing]) -> list[Landing]:
         """Give these up; those of them that nothing will touch any more, of which `ended` does not hear."""
         left = []
-        empty = set()
         for landing in landings:
             read = self._of[landing]
             if read.leave(landing):
                 self._forget_landing(landing)
                 left.append(landing)
                 if read.closed:
-                    empty.add(read.job)
-        if empty:
-            for job in self._pool.withdraw(lambda job: job in empty):
-                self._forget(job)
+                    assert read.job is not None, "it has not ended"
+                    self._unwanted.add(read.job)
         return left
+
+    @property
+    def untidy(self) -> bool:
+        """Whether `tidy` has something to do."""
+        return bool(self._unwanted)
+
+    def tidy(self) -> None:
+        """Take reads that all have left out of the pool: together, as each time everything in it is looked at."""
+        unwanted, self._unwanted = self._unwanted, set()
+        if unwanted:
+            for job in self._pool.withdraw(lambda job: job in unwanted):
+                self._forget(job)
 
     def withdraw_all(self) -> None:
         """End everything that has not begun."""
@@ -205,6 +215,7 @@ class Reads:
 
     def _forget(self, job: Job) -> _Read:
         read = self._jobs.pop(job)
+        self._unwanted.discard(job)
         read.job = None  # a cycle would keep a dead engine's ring until some garbage collection
         if self._open.get(read.part) is read:
             del self._open[read.part]

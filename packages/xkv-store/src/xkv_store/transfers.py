@@ -145,10 +145,11 @@ class Transfers:
     @property
     def waiting(self) -> bool:
         """Whether `begin` has something to do."""
-        return bool(len(self._intake))
+        return bool(len(self._intake)) or self._reads.untidy
 
     def begin(self, now_ns: int) -> None:
         """Begin some of what sessions have asked for, in a fair order: no engine's thousands keep another waiting."""
+        self._reads.tidy()
         for _ in range(min(len(self._intake), BEGUN_PER_ROUND_MAX)):
             asked = self._intake.popleft()
             if self._forget(asked):
