@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import pytest
 
-from xkv_store import sockets, transfers, wire
+from xkv_store import medium, sockets, transfers, wire
 from xkv_store.card import CardOptions
 from xkv_store.client_session import Attached, ClientSession, GetAnswered, LeaseAnswered, PutAnswered, Rejected
 from xkv_store.control import ControlPage
@@ -536,3 +536,30 @@ def test_what_a_killed_session_waited_for_is_taken_back_in_one_go(
     assert [job.owner for job in gateway.pool.waiting] == ["e"]
     assert looks <= 2, "one for its loads, one for its stores"
     assert gateway.transfers.in_flight == 1
+
+
+def test_an_engine_that_writes_where_a_read_lands_costs_nobody_an_object(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = ranks
+    other = Rank(gateway, "other")
+    first.lease(1)
+    other.lease(1)
+    real = medium.prove
+    proofs = 0
+
+    def prove(own: object, slots: list[memoryview], first_fragment: int) -> None:
+        nonlocal proofs
+        proofs += 1
+        if proofs == 1:
+            slots[0][HEADER_BYTES] ^= 1  # by a process of the first one's engine, which has this ring
+        real(own, slots, first_fragment)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(medium, "prove", prove)
+    work(gateway)
+    work(gateway)
+    first.leased(1, LoadStatus.FAILED)
+    other.leased(1)
+    first.lease(1)
+    work(gateway)
+    first.leased(1)

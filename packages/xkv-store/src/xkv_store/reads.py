@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from .errors import CorruptObject
+from .database import aligned
+from .errors import CorruptObject, SpoiltSlots
 from .io_pool import IoPool, Job, Lane
 from .testing.points import reached
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .ring import Ring
 
 LANDINGS_MAX: Final = 64  # of one read: the first waits for the copies of all; more is another read
+PIECE_BYTES: Final = 4 << 20  # read at once where it has to be found out whose fault bad bytes are
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +100,12 @@ class _Read:
             return
         reached("get.before_read")
         source = first.views()
-        self.card.read(self.plan, source, self.part.first_fragment)
+        try:
+            self.card.read(self.plan, source, self.part.first_fragment)
+        except CorruptObject as error:
+            # The memory is an engine's: what it writes there meanwhile must cost nobody else the object.
+            _prove_apart(self.card, self.plan, self.part)
+            raise SpoiltSlots(0, f"slots of an engine were written to while they were read into ({error})") from error
         done = 1
         while (landing := self._next(done)) is not None:
             try:
@@ -199,13 +206,16 @@ class Reads:
         self.counters["reads"] += read.begun and bool(read.landings)
         for landing in read.landings:
             self._forget_landing(landing)
-            if job.error is None and landing.error is not None and not self.full(landing.owner):
-                landing.error = None
-                self.counters["reads_again"] += 1
-                self.begin(read.plan, read.part, landing)  # what it was copied from was not what it should be
-            else:
-                error, landing.error = job.error or landing.error, None
-                self._ended(landing, read.plan, error)
+            error, landing.error = job.error or landing.error, None
+            is_first = landing is read.landings[0]
+            if error is not None and (job.error is None or (isinstance(error, SpoiltSlots) and not is_first)):
+                # What it was, or was to be, copied from was not what it should be: another engine's slots.
+                if not self.full(landing.owner):
+                    self.counters["reads_again"] += 1
+                    self.begin(read.plan, read.part, landing)
+                    continue
+                error = SpoiltSlots(0, "another engine's slots were written to, and nothing more can be read now")
+            self._ended(landing, read.plan, error)
         return True
 
     def _forget_landing(self, landing: Landing) -> None:
@@ -220,3 +230,13 @@ class Reads:
         if self._open.get(read.part) is read:
             del self._open[read.part]
         return read
+
+
+def _prove_apart(card: Card, plan: GetPlan, part: Part) -> None:
+    """Read and prove it, piece by piece, in memory that no engine reaches. MediumError, CorruptObject."""
+    slot_bytes = card.geometry.slot_bytes
+    memory = aligned(min(part.fragments, max(1, PIECE_BYTES // slot_bytes)) * slot_bytes)
+    slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
+    end = part.first_fragment + part.fragments
+    for first in range(part.first_fragment, end, len(slots)):
+        card.read(plan, slots[: end - first], first)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from .card import PutRefusal
-from .errors import CorruptObject, MediumError
+from .errors import CorruptObject, MediumError, SpoiltSlots
 from .fair_queue import FairQueue
 from .io_pool import IoPool, Job, Lane, WithdrawnError
 from .leases import Part
@@ -397,6 +397,10 @@ class Transfers:
             self._log_error("corrupt object", error)
             self._damaged(plan, str(error))
             return LoadStatus.CORRUPT
+        if isinstance(error, SpoiltSlots):
+            self.counters["spoilt_slots"] += 1
+            self._log_error("a load failed", error)
+            return LoadStatus.FAILED
         medium_error = self._as_medium_error(error)
         if medium_error is not None and medium_error.errno == errno.EIO:
             self._card.drop(plan.key, plan.generation, "unreadable")
