@@ -157,6 +157,9 @@ class Reads:
         if read is not None and read.join(landing):
             self.counters["reads_joined"] += 1
             self._of[landing] = read
+            assert read.job is not None, "it has not ended"
+            if read.job.owner != landing.owner:
+                self._pool.hand_over(read.job, landing.owner)  # or it would wait for all that the other has queued
             return
         read = _Read(self._card, plan, part, [landing])
         read.job = job = Job(Lane.LOAD, read.run, owner=landing.owner, cost=part.fragments)
