@@ -10,7 +10,7 @@ import pytest
 from xkv_offload.attachment import StagedReads
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
 from xkv_offload.port_per_rank import CardPerRank, ReadsPerRank, card_of, reads_of
-from xkv_offload.staging import Staging
+from xkv_offload.staging import Chunk, Staging
 from xkv_store.control import ControlPage
 from xkv_store.key import ObjectKey
 from xkv_store.ring import Ring, SlotRegion
@@ -328,6 +328,23 @@ def test_a_gateway_that_goes_while_it_reads_is_a_miss() -> None:
     assert one.free() == [4, 4, 4]
     one.step()
     assert one.lookup(1, "another") == "PENDING", "nothing was said of the object itself"
+
+
+def test_an_object_that_is_smaller_than_another_ranks_is_denied_so_that_it_is_stored_again() -> None:
+    """As where one rank's is a lone last block, and the other's, which had been shed, the whole chunk."""
+    client: Any = FakeClient(4, first=0)
+    reads = StagedReads(client)
+    tag = ObjectKey(NAMESPACE, 0, key(1)[:-4], 0).tag
+    for entry, expected in (
+        ((7, 0b11), [(7, True)] * 2),
+        ((7, 0b10), [(0, False), (7, True)]),
+        (None, [(0, False)] * 2),
+    ):
+        client.table.entries = {} if entry is None else {tag: entry}
+        reads.start(Chunk(NAMESPACE, key(1), ((0, 1), (2, 3)), outstanding=2))
+        reads.send()
+        client.answer(LoadStatus.MISS, 0)
+        assert [(done.generation, done.denied) for done in reads.finished()] == expected
 
 
 def test_a_chunk_takes_as_many_slots_in_each_ring_as_its_largest_object_has() -> None:

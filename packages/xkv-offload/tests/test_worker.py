@@ -22,6 +22,7 @@ from xkv_offload.attachment import StagedReads
 from xkv_offload.copy import HostMover, Move
 from xkv_offload.failures import FailureLog, LoadFailedError, Plan
 from xkv_offload.layout import ObjectLayout, Page
+from xkv_offload.loads import Loads
 from xkv_offload.metrics import PROCESS_COUNTERS
 from xkv_offload.rank import RankContext
 from xkv_offload.staging import Answer, Staging
@@ -465,6 +466,46 @@ def test_a_copy_under_an_ended_lease_is_thrown_away_and_the_object_read_again(
         assert len(copies) > 2
         budget = second.context.client.lease_budget
         assert budget.free == budget.count
+
+
+class FedBetween:
+    """A lock for loads. Whenever it is let go, another thread feeds: copy thread and client's thread both do."""
+
+    def __init__(self, loads: Loads, lock: threading.RLock) -> None:
+        self._loads = loads
+        self._lock = lock
+        self._of = threading.local()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._of.depth = self._depth + 1
+
+    def __exit__(self, *_: object) -> None:
+        self._of.depth = self._depth - 1
+        self._lock.release()
+        if self._depth == 0:
+            self._of.depth = 1  # not for what this feeding does
+            self._loads._feed()
+            self._of.depth = 0
+
+    @property
+    def _depth(self) -> int:
+        return int(vars(self._of).get("depth", 0))
+
+
+def test_what_is_asked_for_again_counts_once_in_its_ranks_share(gateway: GatewayProcess, tmp_path: Path) -> None:
+    """It may be on its way a second time before the first lease is given back, and it has then another size."""
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        store(first, [1])
+    with worker_on(tmp_path, engine="b", lone=True, poisoned=True) as (second, loaded):
+        loads, budget = second._loads, second.context.client.lease_budget
+        loads._lock = FedBetween(loads, second._lock)  # type: ignore[assignment]
+        for job in range(3):
+            second.submit_load(job, spec([1]), Blocks([9], [1], [3]))
+            finish(second, job)
+        second.shutdown()  # the copy thread gives the last share back after its load is reported
+        assert budget.free == budget.count
+        check(stored, loaded, {9: 4})
 
 
 def test_equal_prompts_share_what_lies_in_the_ring(gateway: GatewayProcess, tmp_path: Path) -> None:

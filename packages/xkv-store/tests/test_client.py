@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from xkv_store.client_connection import ClientConnection
+
 GEOMETRY = Geometry(8_192)
 SLOTS = 64
 WAIT_S_MAX = 10.0
@@ -623,6 +625,44 @@ def test_slots_stay_the_gateways_until_it_closes(client: Client, gateway: FakeGa
     assert gateway.ended.wait(WAIT_S_MAX), "the client has hung up"
     wait_until(lambda: loaded)
     assert loaded[0].status is LoadStatus.FAILED
+
+
+def test_whoever_sends_while_a_refusal_comes_in_is_told_that_there_is_no_session(
+    client: Client, gateway: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[StoredObject] = []
+    loaded: list[LoadedObject] = []
+    get, _ = get_one(client, loaded)
+    real = client._hang_up
+    sent = threading.Event()
+
+    def hang_up(connection: ClientConnection) -> None:
+        if not sent.is_set():  # another thread, before this one goes on
+            put_one(client, stored)
+            client.cancel(get)
+            sent.set()
+        real(connection)
+
+    monkeypatch.setattr(client, "_hang_up", hang_up)
+    gateway.next(wire.Get)
+    gateway.says.mute = True
+    gateway.send(wire.Refused(RefusedCode.PROTOCOL, "x"))
+    assert sent.wait(WAIT_S_MAX), "neither of the two raised anything"
+    wait_until(lambda: stored and loaded)
+    assert (stored[0].status, loaded[0].status) == (StoreStatus.SHED, LoadStatus.FAILED)
+    assert client.store_region.free == client.store_region.count
+
+
+def test_what_a_message_names_twice_is_answered_once_all_the_same(client: Client, gateway: FakeGateway) -> None:
+    """The message counts for nothing; the end of its connection does."""
+    stored: list[StoredObject] = []
+    put_one(client, stored)
+    put = gateway.next(wire.Put).put
+    gateway.says.mute = True
+    gateway.send(wire.Stored(put, (StoredObject(0, StoreStatus.CONFIRMED), StoredObject(0, StoreStatus.CONFIRMED))))
+    wait_until(lambda: stored)
+    assert [answer.status for answer in stored] == [StoreStatus.SHED]
+    assert client.store_region.free == client.store_region.count
 
 
 def test_another_card_is_not_attached_to(path: Path, attachment: Attachment, caplog: pytest.LogCaptureFixture) -> None:

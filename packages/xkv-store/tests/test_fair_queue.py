@@ -32,6 +32,21 @@ def test_a_flood_lets_another_pass_at_once() -> None:
     assert "b" in taken(queue, 2)
 
 
+def test_one_that_is_taken_out_is_no_more_in_it() -> None:
+    queue: FairQueue[Thing] = FairQueue()
+    things = [Thing("a", 0), Thing("a", 1), Thing("b")]
+    for thing in things:
+        queue.append(thing)
+    assert queue.remove(things[0])
+    assert queue.remove(things[2])
+    assert not queue.remove(things[0])
+    assert not queue.remove(things[2])
+    assert (len(queue), queue.count("a"), queue.count("b")) == (1, 1, 0)
+    assert queue.popleft() is things[1]
+    queue.append(things[2])
+    assert queue.popleft() is things[2]
+
+
 def test_who_asks_one_by_one_takes_no_more_than_his_share() -> None:
     """He would pass the one who waits for ever, if what he has had were forgotten with each."""
     queue: FairQueue[Thing] = FairQueue()

@@ -154,6 +154,26 @@ def test_withdraw_takes_what_has_not_begun(drill: Callable[[int], Drill]) -> Non
     assert d.ran == ["b"]
 
 
+def test_what_another_wants_as_well_does_not_wait_for_all_that_its_owner_has_queued(
+    drill: Callable[[int], Drill],
+) -> None:
+    d = drill(1)
+    gate = d.hold(Lane.LOAD)
+    flood = [d.job(Lane.LOAD, str(number)) for number in range(100)]
+    for job in flood:
+        job.owner = "flood"
+        assert d.pool.submit(job)
+    d.pool.hand_over(flood[-1], "other")
+    assert (flood[-1].owner, flood[-2].owner) == ("other", "flood")
+    d.pool.hand_over(flood[-1], "flood")
+    assert flood[-1].owner == "other", "there it would wait again"
+    gate.set()
+    d.settle(101)
+    assert d.ran.index("99") <= 1
+    d.pool.hand_over(flood[0], "other")
+    assert (sorted(d.ran), d.pool.queued(Lane.LOAD)) == (sorted(map(str, range(100))), 0), "each ran once"
+
+
 def test_an_error_reaches_the_job_and_the_thread_lives(drill: Callable[[int], Drill]) -> None:
     d = drill(1)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import pytest
 
-from xkv_store import sockets, transfers, wire
+from xkv_store import medium, sockets, transfers, wire
 from xkv_store.card import CardOptions
 from xkv_store.client_session import Attached, ClientSession, GetAnswered, LeaseAnswered, PutAnswered, Rejected
 from xkv_store.control import ControlPage
 from xkv_store.errors import MediumError
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, Geometry
-from xkv_store.io_pool import Lane
+from xkv_store.io_pool import Job, Lane
 from xkv_store.key import ObjectKey
 from xkv_store.reads import LANDINGS_MAX
 from xkv_store.ring import Ring, RingUse
@@ -23,7 +23,7 @@ from xkv_store.testing.steps import Clock, StepGateway, told_by
 from xkv_store.wire import LoadStatus, Role
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 SLOT = 4_096
@@ -493,3 +493,73 @@ def test_what_waits_for_its_turn_ends_with_its_session(
     gateway.desk.end_round(everybody=True)
     assert (before, gateway.transfers.in_flight) == (2, 0)
     assert [engine.sessions.keys() for engine in gateway.desk.engines] == [{(Role.RANK, 1)}]
+
+
+def test_a_put_and_a_get_may_have_the_same_number(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their numbers grow each for itself: who cancels the get means no put."""
+    monkeypatch.setattr(transfers, "BEGUN_PER_ROUND_MAX", 0)
+    first, _ = ranks
+    number = next(first.numbers)
+    slots = (first.welcome.store_region.first, first.welcome.store_region.first + 1)
+    put = wire.Put(number, (wire.PutObject(key_of(9).encode(), LENGTH, slots, 1, 9, False),))
+    lease = wire.Lease(number, (wire.LeaseObject(key_of(1).encode(), 0, 2),))
+    for message in (put, lease, wire.Cancel(number)):
+        assert sockets.send(first.socket, wire.encode(message), ())
+    for connection in list(gateway.desk.connections.values()):
+        gateway.desk.readable(connection, 3)
+    monkeypatch.undo()
+    gateway.round()
+    assert [job.lane for job in gateway.pool.waiting] == [Lane.STORE]
+
+
+def test_what_a_killed_session_waited_for_is_taken_back_in_one_go(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time all that is queued is looked at: once for each of thousands, the gateway's heart would stand still."""
+    flood = Rank(gateway, "flood", use=RingUse.OWN)
+    for place in range(SHARE):
+        item = wire.GetObject(key_of(1 + place).encode(), (flood.welcome.load_region.first + place,), 0)
+        flood.send(flood.session.get(next(flood.numbers), (item,)))
+    ranks[0].lease(6)
+    looks = 0
+    real = gateway.pool.withdraw
+
+    def withdraw(wanted: Callable[[Job], bool]) -> list[Job]:
+        nonlocal looks
+        looks += 1
+        return real(wanted)
+
+    monkeypatch.setattr(gateway.pool, "withdraw", withdraw)
+    flood.die()
+    assert [job.owner for job in gateway.pool.waiting] == ["e"]
+    assert looks <= 2, "one for its loads, one for its stores"
+    assert gateway.transfers.in_flight == 1
+
+
+def test_an_engine_that_writes_where_a_read_lands_costs_nobody_an_object(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = ranks
+    other = Rank(gateway, "other")
+    first.lease(1)
+    other.lease(1)
+    real = medium.prove
+    proofs = 0
+
+    def prove(own: object, slots: list[memoryview], first_fragment: int) -> None:
+        nonlocal proofs
+        proofs += 1
+        if proofs == 1:
+            slots[0][HEADER_BYTES] ^= 1  # by a process of the first one's engine, which has this ring
+        real(own, slots, first_fragment)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(medium, "prove", prove)
+    work(gateway)
+    work(gateway)
+    first.leased(1, LoadStatus.FAILED)
+    other.leased(1)
+    first.lease(1)
+    work(gateway)
+    first.leased(1)

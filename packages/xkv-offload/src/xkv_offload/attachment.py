@@ -262,7 +262,7 @@ class StagedReads:
         for chunk, rank in places:
             key = ObjectKey(chunk.namespace, int.from_bytes(chunk.key[-4:], "big"), chunk.key[:-4], rank)
             wanted.append(GetObject(key=key, slots=chunk.slots[rank], first_fragment=0))
-        self._client.get(wanted, partial(self._answered, places))
+        self._client.get(wanted, partial(self._answered, places, [one.key for one in wanted]))
 
     def finished(self) -> Iterable[ReadDone]:
         """See staging.Reads."""
@@ -271,9 +271,14 @@ class StagedReads:
             done.append(self._done.popleft())
         return done
 
-    def _answered(self, places: Sequence[tuple[Chunk, int]], answer: LoadedObject) -> None:
+    def _answered(self, places: Sequence[tuple[Chunk, int]], keys: Sequence[ObjectKey], answer: LoadedObject) -> None:
         """On the client's thread, or within `send`."""
         chunk, number = places[answer.index]
-        ok = answer.status == LoadStatus.OK
-        denied = answer.status in _BAD and answer.generation > 0
-        self._done.append(ReadDone(chunk, number, answer.generation, answer.length, ok, denied))
+        generation = answer.generation
+        denied = answer.status in _BAD and generation > 0
+        if answer.status == LoadStatus.MISS:
+            # What the table has all the same is smaller than another rank's, and would be missed for ever.
+            entry = self._client.table.lookup(keys[answer.index].tag)
+            if entry is not None and entry[1] & keys[answer.index].bit:
+                generation, denied = entry[0], True
+        self._done.append(ReadDone(chunk, number, generation, answer.length, answer.status == LoadStatus.OK, denied))

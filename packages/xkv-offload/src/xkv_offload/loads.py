@@ -247,9 +247,10 @@ class Loads:
                 return
         elif answer.status == LoadStatus.OK and fetch.base:
             with self._lock:
+                had = self._taken(fetch)
                 fetch.base = 0
                 self._waiting.appendleft(fetch)  # one that was given up meanwhile is passed over there
-            self._give_back(fetch)
+            self._return(*had)
             return
         with self._lock:
             self._fail(fetch)
@@ -292,12 +293,13 @@ class Loads:
         """Ask once more for what this thread has settled, before all others; the job's deadline bounds how often."""
         count("load_rereads")
         with self._lock:
+            had = self._taken(fetch)
             fetch.settled = False
             if fetch.job.cancelled:
                 self._fail(fetch)
             else:
                 self._waiting.appendleft(fetch)
-        self._give_back(fetch)
+        self._return(*had)
 
     def _fail(self, fetch: _Fetch) -> None:
         """Settle a fetch as failed unless it is settled. The lock is held."""
@@ -319,8 +321,15 @@ class Loads:
 
     def _give_back(self, fetch: _Fetch) -> None:
         """The lease and the share of a fetch that the gateway has answered."""
-        share, leased = fetch.share, fetch.leased
+        self._return(*self._taken(fetch))
+
+    def _taken(self, fetch: _Fetch) -> tuple[int, Leased | None]:
+        """What a fetch has, which has it no more: from the moment it waits again, any thread may give it anew."""
+        had = fetch.share, fetch.leased
         fetch.share, fetch.leased = 0, None
+        return had
+
+    def _return(self, share: int, leased: Leased | None) -> None:
         if leased is not None:
             self._context.client.leases.release(leased)
         if share:

@@ -294,7 +294,7 @@ class Client:
         connection = self._connection
         if not self._connected or connection is None or connection.hung_up:
             return None
-        return connection
+        return connection if connection.session.state is ClientState.ATTACHED else None  # refused just now
 
     def _connection_for_work(self) -> ClientConnection | None:
         connection = self._usable_connection()

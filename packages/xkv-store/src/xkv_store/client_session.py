@@ -334,10 +334,12 @@ def _answered(flights: dict[int, set[int]], kind: str, number: int, indexes: Ite
     flight = flights.get(number)
     if flight is None:
         raise PeerError(f"an answer to {kind} {number}, which is not outstanding")
+    answered: set[int] = set()
     for index in indexes:
-        if index not in flight:
+        if index not in flight or index in answered:
             raise PeerError(f"a second or unasked answer to object {index} of {kind} {number}")
-        flight.remove(index)
+        answered.add(index)
+    flight -= answered  # all of a message or nothing: what is left is lost with the connection
     if not flight:
         del flights[number]
 

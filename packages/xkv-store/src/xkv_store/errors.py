@@ -76,6 +76,10 @@ class OtherObject(CorruptObject):
     """The bytes are sound, and another object's: what led to them (an index entry, a write that was lost) is wrong."""
 
 
+class SpoiltSlots(MediumError):  # noqa: N818 -- as above
+    """An object is sound on the medium, and what is in its reader's memory is not it: somebody has written there."""
+
+
 _REMEDIES = {
     errno_names.ENOSPC: "free some space on that file system",
     errno_names.EDQUOT: "raise the quota, or free some space",

@@ -84,6 +84,17 @@ class FairQueue(Generic[Item]):
         elif len(self._had) >= FORGET_FROM:
             self._had = {owner: at for owner, at in self._had.items() if at > self._now}
 
+    def remove(self, item: Item) -> bool:
+        """Take this one out; whether it was queued."""
+        own = self._of.get(item.owner)
+        if own is None or item not in own:
+            return False
+        own.remove(item)
+        if not own:
+            del self._of[item.owner]
+        self._count -= 1
+        return True
+
     def take_out(self, wanted: Callable[[Item], bool]) -> list[Item]:
         """Take out what `wanted` names, whoever's it is."""
         taken: list[Item] = []

@@ -139,6 +139,14 @@ class IoPool:
         """Whether `submit` would refuse a job of this owner's."""
         return self._stopping or self._queues.of(lane).count(owner) >= JOBS_PER_LANE_MAX
 
+    def hand_over(self, job: Job, owner: str) -> None:
+        """Somebody else wants what this job does: it comes in his turn where he has fewer queued than its owner."""
+        with self._wake:
+            queue = self._queues.of(job.lane)
+            if queue.count(owner) < queue.count(job.owner) and queue.remove(job):
+                job.owner = owner
+                queue.append(job)
+
     def withdraw(self, wanted: Callable[[Job], bool]) -> list[Job]:
         """Take back the queued jobs that `wanted` names; what has begun is not touched.
 

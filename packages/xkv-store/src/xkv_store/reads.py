@@ -14,7 +14,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from .errors import CorruptObject
+from .database import aligned
+from .errors import CorruptObject, SpoiltSlots
 from .io_pool import IoPool, Job, Lane
 from .testing.points import reached
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .ring import Ring
 
 LANDINGS_MAX: Final = 64  # of one read: the first waits for the copies of all; more is another read
+PIECE_BYTES: Final = 4 << 20  # read at once where it has to be found out whose fault bad bytes are
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +100,12 @@ class _Read:
             return
         reached("get.before_read")
         source = first.views()
-        self.card.read(self.plan, source, self.part.first_fragment)
+        try:
+            self.card.read(self.plan, source, self.part.first_fragment)
+        except CorruptObject as error:
+            # The memory is an engine's: what it writes there meanwhile must cost nobody else the object.
+            _prove_apart(self.card, self.plan, self.part)
+            raise SpoiltSlots(0, f"slots of an engine were written to while they were read into ({error})") from error
         done = 1
         while (landing := self._next(done)) is not None:
             try:
@@ -128,6 +135,7 @@ class Reads:
         self._jobs: dict[Job, _Read] = {}
         self._of: dict[Landing, _Read] = {}
         self._coming: dict[Placed, Landing] = {}
+        self._unwanted: set[Job] = set()  # of reads that all have left
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
@@ -149,6 +157,9 @@ class Reads:
         if read is not None and read.join(landing):
             self.counters["reads_joined"] += 1
             self._of[landing] = read
+            assert read.job is not None, "it has not ended"
+            if read.job.owner != landing.owner:
+                self._pool.hand_over(read.job, landing.owner)  # or it would wait for all that the other has queued
             return
         read = _Read(self._card, plan, part, [landing])
         read.job = job = Job(Lane.LOAD, read.run, owner=landing.owner, cost=part.fragments)
@@ -161,18 +172,27 @@ class Reads:
     def leave(self, landings: Iterable[Landing]) -> list[Landing]:
         """Give these up; those of them that nothing will touch any more, of which `ended` does not hear."""
         left = []
-        empty = set()
         for landing in landings:
             read = self._of[landing]
             if read.leave(landing):
                 self._forget_landing(landing)
                 left.append(landing)
                 if read.closed:
-                    empty.add(read.job)
-        if empty:
-            for job in self._pool.withdraw(lambda job: job in empty):
-                self._forget(job)
+                    assert read.job is not None, "it has not ended"
+                    self._unwanted.add(read.job)
         return left
+
+    @property
+    def untidy(self) -> bool:
+        """Whether `tidy` has something to do."""
+        return bool(self._unwanted)
+
+    def tidy(self) -> None:
+        """Take reads that all have left out of the pool: together, as each time everything in it is looked at."""
+        unwanted, self._unwanted = self._unwanted, set()
+        if unwanted:
+            for job in self._pool.withdraw(lambda job: job in unwanted):
+                self._forget(job)
 
     def withdraw_all(self) -> None:
         """End everything that has not begun."""
@@ -189,13 +209,16 @@ class Reads:
         self.counters["reads"] += read.begun and bool(read.landings)
         for landing in read.landings:
             self._forget_landing(landing)
-            if job.error is None and landing.error is not None and not self.full(landing.owner):
-                landing.error = None
-                self.counters["reads_again"] += 1
-                self.begin(read.plan, read.part, landing)  # what it was copied from was not what it should be
-            else:
-                error, landing.error = job.error or landing.error, None
-                self._ended(landing, read.plan, error)
+            error, landing.error = job.error or landing.error, None
+            is_first = landing is read.landings[0]
+            if error is not None and (job.error is None or (isinstance(error, SpoiltSlots) and not is_first)):
+                # What it was, or was to be, copied from was not what it should be: another engine's slots.
+                if not self.full(landing.owner):
+                    self.counters["reads_again"] += 1
+                    self.begin(read.plan, read.part, landing)
+                    continue
+                error = SpoiltSlots(0, "another engine's slots were written to, and nothing more can be read now")
+            self._ended(landing, read.plan, error)
         return True
 
     def _forget_landing(self, landing: Landing) -> None:
@@ -205,7 +228,18 @@ class Reads:
 
     def _forget(self, job: Job) -> _Read:
         read = self._jobs.pop(job)
+        self._unwanted.discard(job)
         read.job = None  # a cycle would keep a dead engine's ring until some garbage collection
         if self._open.get(read.part) is read:
             del self._open[read.part]
         return read
+
+
+def _prove_apart(card: Card, plan: GetPlan, part: Part) -> None:
+    """Read and prove it, piece by piece, in memory that no engine reaches. MediumError, CorruptObject."""
+    slot_bytes = card.geometry.slot_bytes
+    memory = aligned(min(part.fragments, max(1, PIECE_BYTES // slot_bytes)) * slot_bytes)
+    slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
+    end = part.first_fragment + part.fragments
+    for first in range(part.first_fragment, end, len(slots)):
+        card.read(plan, slots[: end - first], first)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from .card import PutRefusal
-from .errors import CorruptObject, MediumError
+from .errors import CorruptObject, MediumError, SpoiltSlots
 from .fair_queue import FairQueue
 from .io_pool import IoPool, Job, Lane, WithdrawnError
 from .leases import Part
@@ -126,7 +126,7 @@ class Transfers:
         self._jobs: dict[Job, _Putting] = {}
         self._reads = Reads(card, pool, self._landed)
         self._intake: FairQueue[_Asked] = FairQueue()
-        self._queued: Counter[tuple[Party, int]] = Counter()  # what of a put, get or lease is still in it
+        self._queued: Counter[tuple[Party, int]] = Counter()  # what of a get or lease is still in it
         self._cancelled: set[tuple[Party, int]] = set()  # of those
         self._logged_at_s = -LOG_INTERVAL_S
         self.counters: Counter[str] = Counter()
@@ -150,10 +150,11 @@ class Transfers:
     @property
     def waiting(self) -> bool:
         """Whether `begin` has something to do."""
-        return bool(len(self._intake))
+        return bool(len(self._intake)) or self._reads.untidy
 
     def begin(self, now_ns: int) -> None:
         """Begin some of what sessions have asked for, in a fair order: no engine's thousands keep another waiting."""
+        self._reads.tidy()
         for _ in range(min(len(self._intake), BEGUN_PER_ROUND_MAX)):
             asked = self._intake.popleft()
             if self._forget(asked):
@@ -169,10 +170,13 @@ class Transfers:
 
     def _queue(self, party: Party, number: int, task: Task, cost: int) -> None:
         self._intake.append(_Asked(party, number, task, party.owner, cost))
-        self._queued[party, number] += 1
+        if not isinstance(task, PutTask):
+            self._queued[party, number] += 1
 
     def _forget(self, asked: _Asked) -> bool:
-        """It is queued no more; whether it has been cancelled."""
+        """It is queued no more; whether it has been cancelled. Puts, whose numbers may be gets' as well, never are."""
+        if isinstance(asked.task, PutTask):
+            return False
         name = asked.party, asked.number
         is_cancelled = name in self._cancelled
         self._queued[name] -= 1
@@ -398,6 +402,10 @@ class Transfers:
             self._log_error("corrupt object", error)
             self._damaged(plan, str(error))
             return LoadStatus.CORRUPT
+        if isinstance(error, SpoiltSlots):
+            self.counters["spoilt_slots"] += 1
+            self._log_error("a load failed", error)
+            return LoadStatus.FAILED
         medium_error = self._as_medium_error(error)
         if medium_error is not None and medium_error.errno == errno.EIO:
             self._card.drop(plan.key, plan.generation, "unreadable")
