@@ -131,7 +131,7 @@ def stack(session: nox.Session, target: Target) -> None:
 @nox.session
 @nox.parametrize("target", _params(RUNNABLE))
 def stack_tp(session: nox.Session, target: Target) -> None:
-    """Real engines of two ranks, with the release installed: an object for each, one for both, a rank that dies."""
+    """Two ranks, with the release installed: real engines, and without a model a gateway for each rank."""
     with recorded(session, "stack_tp", target.release) as result:
         python = of_target(session, target)
         paths = session.posargs or must_be_there(session, result, RANKS_TESTS)
