@@ -37,6 +37,7 @@ BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
 ENGINE_TESTS = "tests/test_stack_*.py"
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
+PORT_TESTS = "tests/test_tp_ports.py"  # the one of the next that needs no engine
 RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
 RUN_S = 60  # of requests, for each release of a run without arguments
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
@@ -123,7 +124,7 @@ def stack(session: nox.Session, target: Target) -> None:
     """Tests of the backend, and real engines where they run on a CPU, with the release installed."""
     with recorded(session, "stack", target.release) as result:
         python = of_target(session, target)
-        wanted = (BACKEND_TESTS, HARNESS_TESTS, ENGINE_TESTS if target.engine else IMPORT_TESTS)
+        wanted = (BACKEND_TESTS, HARNESS_TESTS, *((ENGINE_TESTS,) if target.engine else (IMPORT_TESTS, PORT_TESTS)))
         paths = session.posargs or must_be_there(session, result, *wanted)
         pytest(session, result, python, *paths, env=engine_env(target.release))
 

@@ -857,3 +857,17 @@ def test_a_full_store_region_sheds_and_heals(gateway: GatewayProcess, tmp_path: 
         worker.submit_store(1, whole(1, 1), spec([2]))
         finish(worker, 1)
         until_confirmed(2)
+
+
+def test_copies_that_do_not_end_well_keep_no_worker_attached(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: HostMover) -> None:
+        raise RuntimeError("the device is gone")
+
+    with worker_on(tmp_path) as (worker, _), monkeypatch.context() as broken:
+        broken.setattr(HostMover, "close", fail)
+        worker.shutdown()
+        assert not worker.context.client.alive()
+    assert PROCESS_COUNTERS["worker_errors"] == 1
+    PROCESS_COUNTERS["worker_errors"] = 0

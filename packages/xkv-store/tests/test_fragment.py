@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xkv_store.errors import CorruptObject
-from xkv_store.fragment import Identity, ObjectSlots, erase, filled, hold, pieces, prove, seal
+from xkv_store.fragment import Identity, ObjectSlots, erase, filled, hold, pieces, prove
 from xkv_store.geometry import HEADER_BYTES, Geometry
-from xkv_store.layout import Extent
+from xkv_store.layout import Extent, SlotHeader, checksum, pack_slot_header
 
 GEOMETRY = Geometry(8_192)
 IDENTITY = Identity(b"u" * 16, b"k" * 40, 7, 17_000, 3, 4)
@@ -28,6 +28,29 @@ def test_pieces_are_exactly_the_fragments_asked_for(found: list[Extent], data: s
         for n, fragment in enumerate(range(begin, begin + slots))
     ]
     assert covered == list(enumerate(places))[first : first + count]
+
+
+def seal(slot: memoryview, identity: Identity, geometry: Geometry, fragment: int) -> memoryview:
+    """One slot by itself: what `ObjectSlots` must make of it among others."""
+    payload_bytes = geometry.payload_bytes(identity.length, fragment)
+    payload_end = HEADER_BYTES + payload_bytes
+    fill_bytes = geometry.slot_fill_bytes(identity.length, fragment)
+    if fill_bytes > payload_end:
+        slot[payload_end:fill_bytes] = bytes(fill_bytes - payload_end)
+    header = SlotHeader(
+        identity.key,
+        fragment,
+        geometry.fragments(identity.length),
+        payload_bytes,
+        identity.generation,
+        identity.length,
+        checksum(slot[HEADER_BYTES:payload_end]),
+        identity.card_uuid,
+        identity.family,
+        identity.position,
+    )
+    pack_slot_header(slot, header)
+    return slot[:fill_bytes]
 
 
 def sealed(fragment: int, identity: Identity = IDENTITY) -> memoryview:

@@ -25,7 +25,7 @@ from xkv_store.attendant import Attendant
 from xkv_store.card import CardOptions, PutPlan
 from xkv_store.database import Database
 from xkv_store.errors import CorruptObject, PeerError, UserError
-from xkv_store.fragment import Identity, prove, seal
+from xkv_store.fragment import Identity, ObjectSlots, prove
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, SUPERBLOCK_COPY_OFFSET, Geometry
 from xkv_store.index import NAMED_DATABASES
 from xkv_store.key import ObjectKey
@@ -464,7 +464,7 @@ def sealed(data: bytes, identity: Identity, fragment: int) -> bytearray:
     slot = bytearray(b"\xa5" * SLOT)
     part = data[fragment * PAYLOAD : (fragment + 1) * PAYLOAD]
     slot[HEADER_BYTES : HEADER_BYTES + len(part)] = part
-    seal(memoryview(slot), identity, GEOMETRY, fragment)
+    ObjectSlots(identity, GEOMETRY).seal([memoryview(slot)], fragment)
     return slot
 
 

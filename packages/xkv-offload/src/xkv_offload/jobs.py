@@ -55,7 +55,7 @@ class CopyQueue:
         return self.push_all(priority, job_id, [work]) == 1
 
     def push_all(self, priority: Priority, job_id: int, works: Sequence[Callable[[], None]]) -> int:
-        """Queue `works` in order, as many of them as there is room for; how many. None where it is closed."""
+        """Queue `works` in order, as many of them as there is room for; how many; 0 where it is closed."""
         with self._condition:
             taken = 0 if self._closed else min(len(works), COPY_QUEUE_MAX - len(self._work))
             for work in works[:taken]:

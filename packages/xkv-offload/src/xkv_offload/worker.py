@@ -1,7 +1,7 @@
 """The worker's side: jobs of one rank.
 
 Owns: submit, wait and report, as vLLM calls them on its thread; the copy thread; when a job is done and what of it
-failed. Nothing escapes: submits answer True, results say success, failures travel by `failures`.
+failed. Nothing of ours escapes: submits answer True, results say success, failures travel by `failures`.
 Must not know: how bytes are ordered in an object (layout), how blocks map to chunks (mapping), how copies are made
 (copy), vLLM's classes (they come in as arguments).
 """
@@ -67,7 +67,10 @@ class XkvWorker:
         return True
 
     def submit_load(self, job_id: int, src_spec: XkvTransferSpec, dst_spec: Any, expedited: bool = False) -> bool:
-        """Begin to load; done or failed within the load's deadline. `expedited` jobs are waited for by vLLM."""
+        """Begin to load; done or failed within the load's deadline. `expedited` jobs are waited for by vLLM.
+
+        Raises ValueError or TypeError where the block ids are none: what cannot be read cannot be reported as failed.
+        """
         blocks = _integers(dst_spec.block_ids)
         try:
             parts = self._load_parts(src_spec, blocks, dst_spec)
@@ -137,9 +140,14 @@ class XkvWorker:
         """End the copies and detach from the gateway."""
         self._queue.close()
         self._thread.join(SHUTDOWN_SECONDS_MAX)
-        if not self._thread.is_alive():
-            self._context.mover.close()
-        self._context.client.close()
+        try:
+            if not self._thread.is_alive():
+                self._context.mover.close()
+        except Exception:
+            count("worker_errors")
+            logger.exception("Ending the copies failed")
+        finally:
+            self._context.client.close()
 
     # -- inside ----------------------------------------------------------------------------------------------
 

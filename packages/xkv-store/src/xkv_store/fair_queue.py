@@ -86,10 +86,11 @@ class FairQueue(Generic[Item]):
 
     def remove(self, item: Item) -> bool:
         """Take this one out; whether it was queued."""
-        own = self._of.get(item.owner)
-        if own is None or item not in own:
+        own = self._of.get(item.owner, deque())
+        try:
+            own.remove(item)
+        except ValueError:
             return False
-        own.remove(item)
         if not own:
             del self._of[item.owner]
         self._count -= 1

@@ -22,7 +22,6 @@ from .layout import (
     SlotHeader,
     SlotHeaders,
     checksum,
-    pack_slot_header,
     parse_slot_header,
 )
 
@@ -68,32 +67,6 @@ def pieces(
         ]
         at += slots
     return found
-
-
-def seal(slot: memoryview, identity: Identity, geometry: Geometry, fragment: int) -> memoryview:
-    """Make the header of the fragment whose payload is in `slot`, in place; the part that is to be written.
-
-    What lies behind the payload in that part is zeroed: it may be another object's.
-    """
-    payload_bytes = geometry.payload_bytes(identity.length, fragment)
-    payload_end = HEADER_BYTES + payload_bytes
-    fill_bytes = geometry.slot_fill_bytes(identity.length, fragment)
-    if fill_bytes > payload_end:
-        slot[payload_end:fill_bytes] = bytes(fill_bytes - payload_end)
-    header = SlotHeader(
-        identity.key,
-        fragment,
-        geometry.fragments(identity.length),
-        payload_bytes,
-        identity.generation,
-        identity.length,
-        checksum(slot[HEADER_BYTES:payload_end]),
-        identity.card_uuid,
-        identity.family,
-        identity.position,
-    )
-    pack_slot_header(slot, header)
-    return slot[:fill_bytes]
 
 
 def prove(slot: memoryview, identity: Identity, geometry: Geometry, fragment: int) -> None:
@@ -153,7 +126,10 @@ class ObjectSlots:
         self._made = SlotHeaders(header)
 
     def seal(self, slots: Sequence[memoryview], first_fragment: int) -> list[memoryview]:
-        """As `seal`, for neighbouring fragments from `first_fragment` on."""
+        """Make the headers of the fragments from `first_fragment` on, whose payloads are in `slots`, in place.
+
+        Returns the parts that are to be written. What lies behind a payload in them is zeroed: it may be another's.
+        """
         views = filled(slots, self._identity.length, self._geometry, first_fragment)
         ends = self._payload_ends(len(slots), first_fragment)
         for view, end in zip(views, ends, strict=True):

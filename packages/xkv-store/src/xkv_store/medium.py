@@ -4,7 +4,7 @@ Owns the order of sealing and writing, of reading and proving, and how much is m
 state of its own. Must not know the index, who uses which slot, or what an error is good for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,3 +73,14 @@ class Medium:
 
     def _slots_at_once(self) -> int:
         return max(1, BYTES_AT_ONCE // self.geometry.slot_bytes)
+
+
+def read_through(
+    read: Callable[[GetPlan, Sequence[memoryview], int], None],
+    plan: GetPlan,
+    slots: Sequence[memoryview],
+    fragments: range,
+) -> None:
+    """Prove these fragments: `read` them (as `Medium.read`), so many at a time as there are slots, over each other."""
+    for first in range(fragments.start, fragments.stop, len(slots)):
+        read(plan, slots[: fragments.stop - first], first)

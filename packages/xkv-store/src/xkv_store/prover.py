@@ -16,7 +16,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
-from .database import aligned
+from .database import aligned_slots
 from .errors import CorruptObject, MediumError, PeerError
 from .io_pool import IoPool, Job, Lane, WithdrawnError
 from .key import ObjectKey
@@ -114,8 +114,7 @@ class Prover:
             listener.tell(Verifying(ask, VerifyState.BUSY, 0, 0, 0, 0, (), busy))
             return
         slot_bytes = self._card.geometry.slot_bytes
-        memory = aligned(max(1, PIECE_BYTES // slot_bytes) * slot_bytes)
-        slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
+        slots = aligned_slots(max(1, PIECE_BYTES // slot_bytes), slot_bytes)
         self._run = _Run(listener, ask, drop, self._card.objects, self._card.generation, slots, time.monotonic_ns())
         self.counters["verify_runs"] += 1
         log.info("proving %d objects", self._run.total)

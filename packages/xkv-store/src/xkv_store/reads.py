@@ -14,9 +14,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from .database import aligned
+from .database import aligned_slots
 from .errors import CorruptObject, SpoiltSlots
 from .io_pool import IoPool, Job, Lane
+from .medium import BYTES_AT_ONCE, read_through
 from .testing.points import reached
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .ring import Ring
 
 LANDINGS_MAX: Final = 64  # of one read: the first waits for the copies of all; more is another read
-PIECE_BYTES: Final = 4 << 20  # read at once where it has to be found out whose fault bad bytes are
 
 
 @dataclass(slots=True, eq=False)
@@ -238,8 +238,5 @@ class Reads:
 def _prove_apart(card: Card, plan: GetPlan, part: Part) -> None:
     """Read and prove it, piece by piece, in memory that no engine reaches. MediumError, CorruptObject."""
     slot_bytes = card.geometry.slot_bytes
-    memory = aligned(min(part.fragments, max(1, PIECE_BYTES // slot_bytes)) * slot_bytes)
-    slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
-    end = part.first_fragment + part.fragments
-    for first in range(part.first_fragment, end, len(slots)):
-        card.read(plan, slots[: end - first], first)
+    slots = aligned_slots(min(part.fragments, max(1, BYTES_AT_ONCE // slot_bytes)), slot_bytes)
+    read_through(card.read, plan, slots, range(part.first_fragment, part.first_fragment + part.fragments))

@@ -11,12 +11,12 @@ from .audit import ClosedCard, closed_card
 from .card import Card
 from .card_folder import open_folder
 from .card_options import CardOptions
-from .database import aligned
+from .database import aligned_slots
 from .errors import CorruptObject, MediumError, OtherObject, PeerError
 from .index import Index
 from .key import ObjectKey
 from .layout import BadBytesError, Record, parse_record
-from .medium import Medium
+from .medium import Medium, read_through
 from .plans import GetPlan
 
 READ_SLOTS_MAX = 64  # slots read at a time: 16 MiB of memory, whatever the object's size
@@ -98,9 +98,7 @@ class _Verifier:
         self._index = index
         self._drop = drop
         self._medium = Medium(card.databases, card.geometry, card.uuid)
-        slot_bytes = card.geometry.slot_bytes
-        memory = aligned(READ_SLOTS_MAX * slot_bytes)
-        self._slots = [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
+        self._slots = aligned_slots(READ_SLOTS_MAX, card.geometry.slot_bytes)
         self._dropped: list[bytes] = []
 
     def run(self) -> Iterator[Finding]:
@@ -151,8 +149,7 @@ class _Verifier:
         fragments = self._card.geometry.fragments(record.length)
         plan = GetPlan(decoded, key, *record[:4], fragments, record.extents)
         try:
-            for first in range(0, fragments, READ_SLOTS_MAX):
-                self._medium.read(plan, self._slots[: min(READ_SLOTS_MAX, fragments - first)], first)
+            read_through(self._medium.read, plan, self._slots, range(fragments))
         except MediumError as error:
             unreadable = error.errno == errno.EIO
             return str(error), isinstance(error, OtherObject), isinstance(error, CorruptObject) or unreadable
