@@ -71,10 +71,10 @@ class Rank:
         """One command; seconds, or what it found."""
         if command == "ready":
             return {"registered_s": self._registered_s, "gpu": torch.cuda.get_device_name()}
-        if command == "store":
-            return self._store()
-        if command == "load":
-            return self._load()
+        if command in {"store", "store one"}:
+            return self._store(*((0, CHUNKS) if command == "store" else (1, 1)))
+        if command in {"load", "load one"}:
+            return self._load(*((0, CHUNKS) if command == "load" else (1, 1)))
         if command == "copy":
             torch.cuda.synchronize()
             began = time.perf_counter()
@@ -86,25 +86,26 @@ class Rank:
         wrong = sum(int((got[1:].cpu() != right).sum()) for got, right in zip(self._tensors, self._right, strict=True))
         return {"wrong": wrong, "counters": {name: count for name, count in PROCESS_COUNTERS.items() if count}}
 
-    def _store(self) -> dict[str, Any]:
+    def _store(self, number: int, chunks: int) -> dict[str, Any]:
+        confirmed = PROCESS_COUNTERS["confirmed_objects"] + chunks
         for tensor, right in zip(self._tensors, self._right, strict=True):
             tensor[1:] = right.cuda()
         self._jobs += 1
-        self._worker.submit_store(self._jobs, blocks_of(1, BLOCKS), spec_of(0, CHUNKS))
+        self._worker.submit_store(self._jobs, blocks_of(1, chunks * BPC), spec_of(number, chunks))
         until(self._worker, {self._jobs})
         end = time.monotonic() + DEADLINE_S
-        while PROCESS_COUNTERS["confirmed_objects"] < CHUNKS:
+        while PROCESS_COUNTERS["confirmed_objects"] < confirmed:
             assert time.monotonic() < end, PROCESS_COUNTERS
             time.sleep(0.001)
         return {}
 
-    def _load(self) -> dict[str, Any]:
+    def _load(self, number: int, chunks: int) -> dict[str, Any]:
         for tensor in self._tensors:
             tensor.zero_()
         torch.cuda.synchronize()
         self._jobs += 1
         began = time.perf_counter()
-        self._worker.submit_load(self._jobs, spec_of(0, CHUNKS), blocks_of(1, BLOCKS))
+        self._worker.submit_load(self._jobs, spec_of(number, chunks), blocks_of(1, chunks * BPC))
         seconds = until(self._worker, {self._jobs}) - began
         assert not self._context.failures.take(), PROCESS_COUNTERS
         return {"s": seconds}
@@ -175,6 +176,8 @@ def reads_so_far(folder: Path) -> int:
 def measured(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """The figures, by name."""
     ready = ranks.tell("ready", ranks.all)
+    ranks.tell("store one", [0])
+    ranks.tell("load one", ranks.all)  # kernels are compiled and brought to each GPU
     ranks.tell("store", [0])
     before = reads_so_far(folder)
     first = [MOVED / answer["s"] / GB for answer in ranks.tell("load", ranks.all)]
