@@ -84,6 +84,7 @@ COUNTS: Final = (
         {"found": "leases_found", "joined": "leases_joined"},
         "how",
     ),
+    Count("spoilt_loads", "Loads that failed as their engine wrote to the slots meanwhile", "spoilt_slots"),
     Count("connections", "Connections to the gateway's socket", "connections"),
     Count(
         "refused_connections",
