@@ -1,8 +1,9 @@
 """What sessions attach as: one gateway for all ranks, or one for each with its part of the ring."""
 
 import json
-from collections.abc import Mapping
-from contextlib import closing
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import pytest
 from xkv_compat.vllm_symbols import ConfigView
 from xkv_offload import attachment as attachment_module
 from xkv_offload.attachment import (
+    SchedulerCard,
     attach_rank,
     attach_scheduler,
     attachment,
@@ -21,6 +23,7 @@ from xkv_offload.attachment import (
     rank_region,
 )
 from xkv_offload.config import Config, parse
+from xkv_store.client import Client
 from xkv_store.errors import UserError
 from xkv_store.ring import RingUse
 from xkv_store.sockets import socket_for_port
@@ -137,6 +140,36 @@ def test_a_gateway_that_is_missing_is_named_and_the_others_are_left(tmp_path: Pa
             with closing(Tool(socket_for_port(tmp_path / "sockets", PORT))) as tool:
                 sessions = json.loads(tool.status())["sessions"]
         assert [session["role"] for session in sessions] == ["rank", "tool"]
+
+
+def test_a_scheduler_that_is_back_before_its_ranks_neither_hits_nor_stores(tmp_path: Path) -> None:
+    """After a restart of the gateway each comes back by itself; what one rank cannot load, the engine cannot."""
+    one = config(tmp_path / "sockets")
+
+    def rank_client(rank: int) -> Client:
+        return attach_rank(view=view(rank=rank, world_size=2), config=one, staged_bytes=0, use=RingUse.LEASED)
+
+    def becomes(wanted: bool, asked: Callable[[], bool]) -> bool:
+        end = time.monotonic() + 10
+        while asked() is not wanted and time.monotonic() < end:
+            time.sleep(0.001)
+        return asked() is wanted
+
+    with ExitStack() as stack:
+        with running_gateway(tmp_path):
+            first, second = (stack.enter_context(closing(rank_client(rank))) for rank in range(2))
+            (client,) = attach_scheduler(view=view(world_size=2), config=one)
+            card = SchedulerCard(stack.enter_context(closing(client)))
+            assert becomes(True, card.alive)
+        assert becomes(False, card.alive)
+        second.close()
+        with running_gateway(tmp_path):
+            assert becomes(True, client.alive)
+            assert becomes(True, first.alive)
+            assert not card.alive(), "rank 1 is not there"
+            with closing(rank_client(1)):
+                assert becomes(True, card.alive)
+            assert becomes(False, card.alive)
 
 
 @dataclass

@@ -31,11 +31,12 @@ def test_layout_is_that_of_the_page(page: ControlPage) -> None:
     page.deny(1, 0xAAAA, 0xBBBB)
     page.set_store_bytes(2, 77)
     page.add_shed(0, 5)
+    page.set_attached(2)
     raw = os.pread(page.fd, control.page_bytes(3), 0)
     assert raw[:8] == b"XKVCTRL1"
-    assert struct.unpack_from("<HHI", raw, 8) == (1, 3, 1_024)
+    assert struct.unpack_from("<HHI", raw, 8) == (2, 3, 1_024)
     assert raw[16:32] == BOOT
-    assert struct.unpack_from("<QQQ", raw, 32) == (0x1122, 1, 1)
+    assert struct.unpack_from("<QQQQ", raw, 32) == (0x1122, 1, 1, 2)
     assert struct.unpack_from("<Q", raw, 4_096 + 64) == (1,)
     assert struct.unpack_from("<Q", raw, 4_104 + 128) == (77,)
     assert struct.unpack_from("<Q", raw, 4_112) == (5,)
@@ -48,7 +49,10 @@ def test_a_new_life_of_the_gateway_is_seen(page: ControlPage) -> None:
     page.set_draining(True)
     assert engine.draining
     before_ns = time.monotonic_ns()
+    page.set_attached(3)
+    assert engine.is_complete
     assert page.set_boot(b"n" * 16) == 2
+    assert not engine.is_complete, "each has to come back"
     assert (engine.epoch, engine.boot_id, engine.draining) == (2, b"n" * 16, False)
     assert engine.heartbeat_ns >= before_ns
     assert engine.identity == page.identity
@@ -66,7 +70,7 @@ def test_backlog_is_the_slowest_ranks(page: ControlPage) -> None:
 def test_what_is_no_control_page_is_the_peers_error(page: ControlPage) -> None:
     size = control.page_bytes(3)
     good = os.pread(page.fd, 4_096, 0)
-    for change in ({0: b"Y"}, {8: b"\2"}, {10: b"\0\0"}, {10: b"\4"}, {10: b"\xff\xff"}, {12: b"\1"}):
+    for change in ({0: b"Y"}, {8: b"\1"}, {8: b"\3"}, {10: b"\0\0"}, {10: b"\4"}, {10: b"\xff\xff"}, {12: b"\1"}):
         raw = bytearray(good)
         for offset, content in change.items():
             raw[offset : offset + len(content)] = content

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xkv_store import wire
-from xkv_store.control import DENIALS_PER_RANK, ControlPage, DenialReader, page_bytes
+from xkv_store.control import DENIALS_PER_RANK, VERSION, ControlPage, DenialReader, page_bytes
 from xkv_store.engine_memory import take_memory
 from xkv_store.errors import PeerError
 from xkv_store.layout import CONTROL_HEADER, TABLE_ENTRIES_OFFSET, TABLE_ENTRY, TABLE_HEADER
@@ -66,10 +66,11 @@ def patched(data: bytes, changes: list[tuple[int, bytes]]) -> bytes:
 headers = st.builds(
     CONTROL_HEADER.pack,
     st.sampled_from([b"XKVCTRL1", b"XKVCTRL1", b"XKVTABL1", bytes(8)]),
-    st.sampled_from([1, 1, 1, 0, 2, 65_535]),
+    st.sampled_from([VERSION, VERSION, VERSION, 0, 1, 65_535]),
     st.sampled_from([RANKS, RANKS, 0, 1, 4_096, 4_097, 65_535]),
     st.sampled_from([DENIALS_PER_RANK, DENIALS_PER_RANK, 0, 2**32 - 1]),
     st.binary(min_size=16, max_size=16),
+    words,
     words,
     words,
     words,
@@ -79,7 +80,7 @@ sizes = st.sampled_from([page_bytes(RANKS), page_bytes(RANKS), page_bytes(1), 0,
 
 @chances(150)
 @example(
-    header=CONTROL_HEADER.pack(b"XKVCTRL1", 1, RANKS, DENIALS_PER_RANK, BOOT, 0, 0, 0),
+    header=CONTROL_HEADER.pack(b"XKVCTRL1", VERSION, RANKS, DENIALS_PER_RANK, BOOT, 0, 0, 0, 0),
     changes=[],
     size=page_bytes(RANKS),
     kind="write-only",
@@ -108,6 +109,9 @@ def use(page: ControlPage) -> None:
     before = page.epoch
     page.set_boot(BOOT)
     assert (page.epoch, page.boot_id, page.draining) == ((before + 1) % 2**64, BOOT, False)
+    assert not page.is_complete
+    page.set_attached(page.ranks)
+    assert page.is_complete
     assert page.heartbeat_ns >= 0
     assert page.store_bytes() >= 0
     assert page.shed() >= 0

@@ -377,6 +377,49 @@ def test_engines_that_want_the_same_at_once_share_one_read(
     assert gateway.transfers.all_counters()["reads"] == 1
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_full_queue_refuses_no_one_who_can_join_a_read(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, *, begun: bool
+) -> None:
+    """What is refused has left nothing behind: every slot is to be had afterwards."""
+    first, second = ranks
+    other, third = Rank(gateway, "other", use=RingUse.OWN), Rank(gateway, "third")
+    first.lease(1)
+    if begun:
+        gateway.pool.begin(0)
+    monkeypatch.setattr(gateway.pool, "_jobs_max", 0)
+    slots = other.get(1)
+    third.lease(1)
+    for _ in range(2 * SHARE):  # more than the region holds
+        third.lease(2)
+        third.leased(2, LoadStatus.BUSY)
+    assert work(gateway) == 1
+    first.leased(1)
+    third.leased(1)
+    assert other.hear(GetAnswered).objects[0].status is LoadStatus.OK
+    assert other.bytes_in(slots) == content_of(1)
+    other.get(2)
+    assert other.hear(GetAnswered).objects[0].status is LoadStatus.BUSY
+    monkeypatch.undo()
+    third.lease(2)
+    second.lease(2)
+    work(gateway)
+    third.leased(2)
+    second.leased(2)
+    assert gateway.transfers.all_counters()["get_busy"] == 2 * SHARE + 1
+
+
+def test_the_control_page_says_whether_all_ranks_are_here(gateway: StepGateway) -> None:
+    first = Rank(gateway, "e", 0)
+    assert not first.control.is_complete
+    second = Rank(gateway, "e", 1)
+    assert first.control.is_complete
+    second.die()
+    assert not first.control.is_complete
+    Rank(gateway, "e", 1)
+    assert first.control.is_complete
+
+
 def test_a_copy_that_is_not_what_was_read_becomes_a_read_of_its_own(
     gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:

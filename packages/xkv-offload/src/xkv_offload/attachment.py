@@ -190,9 +190,12 @@ class SchedulerCard:
         self._client = client
         self._page: ControlPage = client.control
         self._reader = DenialReader(self._page)
-        self.alive = client.alive
         self.touch = client.touch
         self.close = client.close
+
+    def alive(self) -> bool:
+        """See manager.Card. After a gateway's restart the scheduler may be there before ranks, which could not load."""
+        return self._client.alive() and self._client.control.is_complete
 
     @property
     def table(self) -> TableReader:

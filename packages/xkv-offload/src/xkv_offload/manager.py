@@ -52,7 +52,7 @@ class Card(Protocol):
         """The gateway's current lookup table."""
 
     def alive(self) -> bool:
-        """Connected, with a fresh heartbeat; of several gateways, all."""
+        """Connected, with a fresh heartbeat, and all ranks are, too; of several gateways, all."""
 
     def touch(self, tags: Sequence[int]) -> None:
         """Tell recency, one-way."""

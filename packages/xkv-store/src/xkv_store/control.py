@@ -24,7 +24,7 @@ from .ring import check_sealed_memory, make_sealed_memory, map_shared, memory_id
 from .wire import RANKS_MAX
 
 MAGIC: Final = b"XKVCTRL1"
-VERSION: Final = 1
+VERSION: Final = 2
 DENIALS_PER_RANK: Final = 1_024
 """A poll comes with every lookup batch; more failed loads than this in between is a dead medium."""
 
@@ -32,6 +32,7 @@ HEADER: Final = struct.Struct("<8sHHI16s")  # magic, version, ranks, denials per
 HEARTBEAT_OFFSET: Final = 32
 EPOCH_OFFSET: Final = 40
 FLAGS_OFFSET: Final = 48
+ATTACHED_OFFSET: Final = 56
 RANKS_OFFSET: Final = 4_096
 RANK_STRIDE_BYTES: Final = 64
 RANK_DENIED_OFFSET: Final = 0
@@ -134,7 +135,7 @@ class ControlPage:
         self._words[HEARTBEAT_OFFSET // _WORD] = now_ns
 
     def set_boot(self, boot_id: bytes) -> int:
-        """A new life of the gateway: the epoch grows, no lease holds, nobody drains, the heart beats.
+        """A new life of the gateway: a new epoch, no rank attached, no lease that holds, no draining, a beating heart.
 
         Returns the epoch.
         """
@@ -142,6 +143,7 @@ class ControlPage:
         epoch = (self.epoch + 1) & _U64_MASK
         self._map[_BOOT_ID_OFFSET : _BOOT_ID_OFFSET + 16] = boot_id
         self._words[FLAGS_OFFSET // _WORD] = 0
+        self.set_attached(0)
         self._words[EPOCH_OFFSET // _WORD] = epoch
         for rank in range(self.ranks):
             self.end_term(rank)
@@ -151,6 +153,10 @@ class ControlPage:
     def set_draining(self, draining: bool) -> None:
         """The gateway takes no more work."""
         self._words[FLAGS_OFFSET // _WORD] = FLAG_DRAINING if draining else 0
+
+    def set_attached(self, ranks: int) -> None:
+        """So many ranks of the engine are attached."""
+        self._words[ATTACHED_OFFSET // _WORD] = ranks
 
     def end_term(self, rank: int) -> None:
         """From now on none of the leases that this rank has been given holds.
@@ -204,6 +210,11 @@ class ControlPage:
     def draining(self) -> bool:
         """The gateway takes no more work."""
         return bool(self._words[FLAGS_OFFSET // _WORD] & FLAG_DRAINING)
+
+    @property
+    def is_complete(self) -> bool:
+        """All ranks of the engine are attached: what one of them lacks, none can load whole."""
+        return self._words[ATTACHED_OFFSET // _WORD] >= self.ranks
 
     @property
     def boot_id(self) -> bytes:

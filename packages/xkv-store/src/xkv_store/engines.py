@@ -48,6 +48,11 @@ class Engine(Generic[Session]):
     sessions: dict[tuple[Role, int], Session] = field(default_factory=dict)
     namespaces: dict[int, RankNamespace] = field(default_factory=dict)
 
+    @property
+    def ranks_attached(self) -> int:
+        """How many of its ranks are here."""
+        return sum(role is Role.RANK for role, _ in self.sessions)
+
 
 class Engines(Generic[Session]):
     """All engines by their id."""
@@ -89,6 +94,7 @@ class Engines(Generic[Session]):
             for fd in left:
                 os.close(fd)
         engine.sessions[hello.role, hello.rank] = session
+        engine.control.set_attached(engine.ranks_attached)
         return engine
 
     def detach(self, engine: Engine[Session], role: Role, rank: int) -> None:
@@ -96,6 +102,7 @@ class Engines(Generic[Session]):
         del engine.sessions[role, rank]
         if role is Role.RANK:
             engine.namespaces.pop(rank, None)
+            engine.control.set_attached(engine.ranks_attached)
         if not engine.sessions:
             del self._by_id[engine.hello.engine_id]
             engine.ring.close()

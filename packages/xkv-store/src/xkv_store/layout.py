@@ -40,8 +40,8 @@ ORDER_KEY = struct.Struct(">QIQ")  # family, inverted position, generation
 TABLE_HEADER = struct.Struct("<8sHH4xQQ16s16sQ")
 TABLE_ENTRY = struct.Struct("<QQQI4x")  # tag, generation, ranks, fragments
 TABLE_ENTRIES_OFFSET = 4096
-# magic, version, ranks, denials per rank, boot id, heartbeat, epoch, flags
-CONTROL_HEADER = struct.Struct("<8sHHI16sQQQ")
+# magic, version, ranks, denials per rank, boot id, heartbeat, epoch, flags, attached ranks
+CONTROL_HEADER = struct.Struct("<8sHHI16sQQQQ")
 
 POSITION_MAX = (1 << 32) - 1
 FAMILY_MAX = (1 << 64) - 1

@@ -145,22 +145,31 @@ class Reads:
         """The landing that a place in a shared region waits for; None where its part has come."""
         return self._coming.get(placed)
 
-    def full(self, owner: str) -> bool:
-        """Whether no further read of this engine's can begin."""
-        return self._pool.full(Lane.LOAD, owner)
+    def begin(self, plan: GetPlan, part: Part, landing: Landing) -> bool:
+        """Read a part to a landing, with others if that can be; False where no further read of its engine's can begin.
 
-    def begin(self, plan: GetPlan, part: Part, landing: Landing) -> None:
-        """Read a part to a landing, with others if that can be. `full` was asked before."""
+        A read that another has begun is joined whatever this engine has queued.
+        """
+        if not self._join(part, landing):
+            if self._pool.full(Lane.LOAD, landing.owner):
+                return False
+            self._read(plan, part, landing)
         if landing.placed is not None:
             self._coming[landing.placed] = landing
+        return True
+
+    def _join(self, part: Part, landing: Landing) -> bool:
         read = self._open.get(part)
-        if read is not None and read.join(landing):
-            self.counters["reads_joined"] += 1
-            self._of[landing] = read
-            assert read.job is not None, "it has not ended"
-            if read.job.owner != landing.owner:
-                self._pool.hand_over(read.job, landing.owner)  # or it would wait for all that the other has queued
-            return
+        if read is None or not read.join(landing):
+            return False
+        self.counters["reads_joined"] += 1
+        self._of[landing] = read
+        assert read.job is not None, "it has not ended"
+        if read.job.owner != landing.owner:
+            self._pool.hand_over(read.job, landing.owner)  # or it would wait for all that the other has queued
+        return True
+
+    def _read(self, plan: GetPlan, part: Part, landing: Landing) -> None:
         read = _Read(self._card, plan, part, [landing])
         read.job = job = Job(Lane.LOAD, read.run, owner=landing.owner, cost=part.fragments)
         self._open[part] = read
@@ -213,9 +222,8 @@ class Reads:
             is_first = landing is read.landings[0]
             if error is not None and (job.error is None or (isinstance(error, SpoiltSlots) and not is_first)):
                 # What it was, or was to be, copied from was not what it should be: another engine's slots.
-                if not self.full(landing.owner):
+                if self.begin(read.plan, read.part, landing):
                     self.counters["reads_again"] += 1
-                    self.begin(read.plan, read.part, landing)
                     continue
                 error = SpoiltSlots(0, "another engine's slots were written to, and nothing more can be read now")
             self._ended(landing, read.plan, error)

@@ -281,28 +281,36 @@ class Transfers:
     def _get(self, party: Party, get: int, task: GetTask, now_ns: int) -> None:
         slots, first_fragment = task.item.slots, task.item.first_fragment
         plan = self._begin_get(task.key, first_fragment, len(slots), now_ns)
-        if plan is None or self._reads.full(party.owner):
-            self._refuse_get(party, get, task.index, self._refusal(plan))
+        if plan is None:
+            self._refuse_get(party, get, task.index, LoadStatus.MISS)
             return
         landing = Landing(party.owner, party.ring, slots, None)
+        if not self._reads.begin(plan, Part(plan.generation, first_fragment, len(slots)), landing):
+            self._card.end_get(plan)
+            self._refuse_get(party, get, task.index, LoadStatus.BUSY)
+            return
         self._wait(party, get, task.index, plan, landing)
-        self._reads.begin(plan, Part(plan.generation, first_fragment, len(slots)), landing)
 
     def _lease(self, party: Party, lease: int, task: LeaseTask, now_ns: int) -> None:
         region = party.region
         assert region is not None, "only ranks of an engine with a shared region may hold slots of it"
         first_fragment, fragments = task.item.first_fragment, task.item.fragments
         plan = self._begin_get(task.key, first_fragment, fragments, now_ns)
-        part = Part(0 if plan is None else plan.generation, first_fragment, fragments)
-        placed = None if plan is None else region.find(part)
-        if plan is None or (placed is None and self._reads.full(party.owner)):
-            self._refuse_lease(party, lease, task.index, self._refusal(plan))
+        if plan is None:
+            self._refuse_lease(party, lease, task.index, LoadStatus.MISS)
             return
+        part = Part(plan.generation, first_fragment, fragments)
+        placed = region.find(part)
         if placed is None:
             placed = region.place(part)
             landing = Landing(party.owner, party.ring, placed.slots, placed)
-            self._wait(party, lease, task.index, plan, landing)
-            self._reads.begin(plan, part, landing)
+            if self._reads.begin(plan, part, landing):
+                self._wait(party, lease, task.index, plan, landing)
+            else:
+                region.spoil(placed)
+                region.let_go(placed)
+                self._card.end_get(plan)
+                self._refuse_lease(party, lease, task.index, LoadStatus.BUSY)
             return
         coming = self._reads.landing_of(placed)
         if coming is None:
@@ -331,12 +339,6 @@ class Transfers:
     def _refuse_lease(self, party: Party, lease: int, index: int, status: LoadStatus) -> None:
         self._count("get", status)
         party.answers.leased(lease, LeasedObject(index, status, 0, 0, ()))
-
-    def _refusal(self, plan: GetPlan | None) -> LoadStatus:
-        """Why nothing begins: no such object, or no room in the queue."""
-        if plan is not None:
-            self._card.end_get(plan)
-        return LoadStatus.MISS if plan is None else LoadStatus.BUSY
 
     def _landed(self, landing: Landing, plan: GetPlan, error: Exception | None) -> None:
         """A read has ended: answer all who wait for it here."""
