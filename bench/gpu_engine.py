@@ -25,6 +25,15 @@ NEW_TOKENS = 2
 RESTORES = 3
 PHASE_S_MAX = 280
 GIB = 1 << 30
+RING = {"xkv.ring_bytes": 6 * GIB, "xkv.load_reserve_bytes": 2 * GIB, "xkv.store_backlog_bytes": 4 * GIB}
+SLOTS = {"xkv.fragment_bytes": (1 << 20) - 1024}
+OF_XKV: dict[str, dict[str, int]] = {
+    "xkv": RING,
+    "xkvslots": RING | SLOTS,  # fewer, larger slots
+    # As much memory as the CPU offloading has: what was loaded once is found in the ring.
+    "xkvring": SLOTS
+    | {"xkv.ring_bytes": 24 * GIB, "xkv.load_reserve_bytes": 18 * GIB, "xkv.store_backlog_bytes": 4 * GIB},
+}
 LENGTHS = (8_000, 32_000, 64_000)
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -79,11 +88,9 @@ def offloading(name: str, folder: Path) -> dict[str, Any] | None:
         "xkv.capacity_bytes": 28 * GIB,
         "xkv.databases": 8,
         "xkv.io_threads": 12,
-        "xkv.ring_bytes": 6 * GIB,
-        "xkv.load_reserve_bytes": 2 * GIB,
-        "xkv.store_backlog_bytes": 4 * GIB,
         "xkv.linger_s": 5.0,
         "xkv.connect_timeout_ms": 60_000,
+        **OF_XKV[name],
     }
 
 
@@ -203,7 +210,7 @@ def decode(llm: Any, *, prompts: bool) -> dict[str, float]:
 
 def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict[str, Any]:
     """One engine in this process."""
-    submits = timed_submits() if name == "xkv" else {}
+    submits = timed_submits() if name in OF_XKV else {}
     began = time.perf_counter()
     llm = make_engine(name, folder, shape)
     result: dict[str, Any] = {"start_s": time.perf_counter() - began, "lengths": restores(llm, name, lengths)}
@@ -217,7 +224,7 @@ def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict
                 "max": 1e6 * max(times),
                 "count": len(times),
             }
-    if name == "xkv":
+    if name in OF_XKV:
         from xkv_offload.metrics import PROCESS_COUNTERS  # noqa: PLC0415 - as above
 
         result["counters"] = {key: value for key, value in PROCESS_COUNTERS.items() if value}
@@ -267,7 +274,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--engines", default="none-8b,cpu-8b,xkv-8b,none-8b,cpu-mla,xkv-mla")
+    parser.add_argument("--engines", default="none-8b,cpu-8b,xkv-8b,xkvslots-8b,xkvring-8b,none-8b,cpu-mla,xkvring-mla")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
     parser.add_argument("--phase", nargs=3)
     options = parser.parse_args()
