@@ -700,6 +700,36 @@ def test_what_was_submitted_is_stored_before_the_worker_ends(
         assert (PROCESS_COUNTERS["store_objects"], PROCESS_COUNTERS["shed_objects"]) == (3, 0)
 
 
+def test_an_engine_that_only_asks_for_loads_leaves_the_interpreter_to_the_copies(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not one that has a step to run, or waits for no load."""
+    pauses: list[float] = []
+
+    class Pause(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            pauses.append(timeout)
+            return super().wait(timeout)
+
+    with worker_on(tmp_path) as (worker, _):
+        monkeypatch.setattr(worker, "_ended", Pause())
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", DEADLINE_S)
+        store(worker, [1])
+        assert pauses == [], "nothing is loaded"
+        gateway.hold("get.before_read")
+        worker.submit_load(1, spec([1]), whole(1, 1))
+        gateway.await_point("get.before_read")
+        for _ in range(3):
+            assert worker.get_finished() == []
+        assert pauses == [worker_module.PAUSE_SECONDS] * 3
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", 0.0)
+        assert worker.get_finished() == []
+        assert len(pauses) == 3, "a step ran in between"
+        gateway.let_go("get.before_read")
+        assert finish(worker, 1).success
+
+
 @every_gateway
 def test_a_wait_lasts_as_long_as_the_copies_alone(
     gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str

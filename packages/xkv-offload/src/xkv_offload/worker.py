@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS_MAX = 30.0  # for copies out of or into KV pages, which move at memory speed: longer is a fault
 SHUTDOWN_SECONDS_MAX = 10.0  # for the copy thread to end
+IDLE_STEP_SECONDS = 0.001  # no step that runs a model is as short
+PAUSE_SECONDS = 0.001
 SUSPECT_STEPS = 2  # a step's stores are begun in the next one, and vLLM may have scheduled one more by then
 
 
@@ -50,6 +52,8 @@ class XkvWorker:
         self._result = transfer_result
         self._lock = threading.RLock()
         self._jobs: dict[int, Job] = {}
+        self._ended = threading.Event()  # some job has, since vLLM asked last
+        self._asked = -IDLE_STEP_SECONDS  # when vLLM was last told of jobs that have
         self._suspect_steps = 0  # for so long, pages may have been computed from a load that failed inside a step
         self._queue = CopyQueue()
         self._stores = Stores(context, self._queue, self._lock, self._object_done)
@@ -109,6 +113,7 @@ class XkvWorker:
         engine ends rather than serve wrong pages. Where one failed inside its step, the forward pass has read its
         blocks: what the step left in any request's pages may follow from them, and is not stored.
         """
+        self._pause_where_nothing_else_runs()
         now = time.monotonic()
         self._guarded(lambda: self._loads.expire(self._jobs.values(), now))
         with self._lock:
@@ -126,6 +131,7 @@ class XkvWorker:
                 self._report_failure(job)
                 if job.expedited:
                     self._suspect_steps = SUSPECT_STEPS
+        self._asked = time.monotonic()
         return [self._transfer_result(job) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
@@ -196,6 +202,19 @@ class XkvWorker:
             blocks_per_chunk=self._context.blocks_per_chunk,
         )
 
+    def _pause_where_nothing_else_runs(self) -> None:
+        """Let the copy thread have the interpreter where vLLM's does nothing but ask for loads.
+
+        An engine whose requests all wait for their loads steps without a pause, and its thread then gives the
+        interpreter up only every few milliseconds (`sys.getswitchinterval`): each of the copy thread's calls that
+        releases it waits as long to have it back.
+        """
+        with self._lock:
+            self._ended.clear()
+            is_loading = any(not job.is_store and not job.done.is_set() for job in self._jobs.values())
+        if is_loading and time.monotonic() - self._asked < IDLE_STEP_SECONDS:
+            self._ended.wait(PAUSE_SECONDS)
+
     def _begin(self, job_id: int, *, is_store: bool, objects: int, req_id: str = "") -> Job:
         job = Job(job_id, is_store, objects, req_id=req_id)
         if not objects:
@@ -212,6 +231,7 @@ class XkvWorker:
             job.outstanding -= 1
             if job.outstanding == 0:
                 job.done.set()
+                self._ended.set()
 
     def _survive(
         self,
