@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,18 @@ def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict
         from xkv_offload.metrics import PROCESS_COUNTERS  # noqa: PLC0415 - as above
 
         result["counters"] = {key: value for key, value in PROCESS_COUNTERS.items() if value}
+        result["gateway"] = gateway_counters(folder)
     return result
+
+
+def gateway_counters(folder: Path) -> dict[str, int]:
+    """What the engine's gateway has read, and what it found in the ring."""
+    from xkv_store.sockets import socket_for_card  # noqa: PLC0415 - only where xkv is measured
+    from xkv_store.tool import Tool  # noqa: PLC0415 - as above
+
+    with closing(Tool(socket_for_card(folder / "sockets", folder / "card"))) as tool:
+        counters = json.loads(tool.status())["counters"]
+    return {key: value for key, value in counters.items() if value}
 
 
 def run_child(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict[str, Any]:
