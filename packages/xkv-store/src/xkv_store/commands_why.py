@@ -129,9 +129,9 @@ def ask(
         encoded = _whole_key(key)
         return inquiry.chunk([encoded], generation=generation), {"key": encoded.hex(), **key_fields(encoded)}
     assert namespace is not None
-    own = inquiry.named("--namespace", _digits("--namespace", namespace))
+    own = inquiry.named("--namespace", digits_of("--namespace", namespace))
     if other is not None:
-        theirs = inquiry.named("--other", _digits("--other", other))
+        theirs = inquiry.named("--other", digits_of("--other", other))
         return inquiry.compare(own, theirs), {"namespace": own.hex(), "other": theirs.hex()}
     assert block_hash is not None
     digits = Selection.parse(namespace=None, key=None, block_hash=block_hash, before=None).hash_digits
@@ -146,6 +146,14 @@ def say(output: Output, answer: Explanation, about: dict[str, Any]) -> int:
     """Print the answer; the exit code."""
     output.value(answer.as_value() | {"about": about}, as_text(answer))
     return EXIT_MISS if answer.misses else 0
+
+
+def digits_of(option: str, text: str) -> str:
+    """The beginning of a namespace's hex form. UserError."""
+    digits = Selection.parse(namespace=text, key=None, block_hash=None, before=None).digits
+    if len(digits) > 2 * NAMESPACE_BYTES:
+        raise UserError(f"{option} {text!r} has more digits than a namespace")
+    return digits
 
 
 def as_text(answer: Explanation) -> str:
@@ -166,13 +174,6 @@ def _wrapped(first: str, text: str) -> list[str]:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-def _digits(option: str, text: str) -> str:
-    digits = Selection.parse(namespace=text, key=None, block_hash=None, before=None).digits
-    if len(digits) > 2 * NAMESPACE_BYTES:
-        raise UserError(f"{option} {text!r} has more digits than a namespace")
-    return digits
 
 
 def _whole_key(text: str) -> bytes:

@@ -47,6 +47,9 @@ _WORDS: Final = (
 )
 
 
+_ABSENT: Final = object()
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """One field: its path, and its value on either side, as short text; "-" where it is not there."""
@@ -103,7 +106,13 @@ def look_at(found: Sequence[Difference]) -> str:
     return found[0].look_at if found else ""
 
 
-_ABSENT: Final = object()
+def shortened(value: object) -> str:
+    """A value as text, of a bounded length."""
+    if value is _ABSENT:
+        return "-"
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    text = text or '""'
+    return text if len(text) <= TEXT_CHARS_MAX else f"{text[: TEXT_CHARS_MAX - 1]}…"
 
 
 def _compare(path: str, here: object, there: object, found: list[Difference], depth: int) -> None:
@@ -117,12 +126,4 @@ def _compare(path: str, here: object, there: object, found: list[Difference], de
         for number, (one, other) in enumerate(zip(here, there, strict=True)):
             _compare(f"{path}[{number}]", one, other, found, depth - 1)
     else:
-        found.append(Difference(path, _short(here), _short(there)))
-
-
-def _short(value: object) -> str:
-    if value is _ABSENT:
-        return "-"
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    text = text or '""'
-    return text if len(text) <= TEXT_CHARS_MAX else f"{text[: TEXT_CHARS_MAX - 1]}…"
+        found.append(Difference(path, shortened(here), shortened(there)))
