@@ -69,7 +69,7 @@ class Reason(str, Enum):
 REASONS: Final = tuple(Reason)  # their numbers in the file: more may come at the end
 REFUSALS: Final = (Reason.SHED, Reason.OVER_QUOTA, Reason.FAILED, Reason.INVALID)
 _NUMBERS: Final = {reason: number for number, reason in enumerate(REASONS)}
-_COUNTERS: Final = {
+COUNTERS: Final = {
     Reason.EVICTED: "evicted_objects",
     Reason.REPLACED: "replaced",
     Reason.PURGED: "purged_objects",
@@ -179,7 +179,7 @@ class Departures:
         return self._left.since_ms, self._refused.since_ms
 
     def _count(self, reason: Reason) -> None:
-        self.counters[_COUNTERS[reason]] += 1
+        self.counters[COUNTERS[reason]] += 1
         if reason is Reason.OVER_QUOTA:
             self.counters["puts_over_quota"] += 1
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from xkv_compat.block_hashes import SEED_VARIABLE, request_block_hashes
-from xkv_compat.errors import BrokenVLLM, UnsupportedVLLM
+from xkv_compat.errors import BadInput, BrokenVLLM, UnsupportedVLLM
 from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import has_default_seed, vllm_version_text
 from xkv_store import commands_why
@@ -186,8 +186,8 @@ def engine_namespace(inquiry: Inquiry, launch: Launch, named: str | None) -> tup
     if len(fitting) > 1:
         some = " and ".join(one.hex() for one in fitting[:2])
         raise UserError(
-            f"{len(fitting)} namespaces fit what was said of the engine ({some}…): say more of it (--model, --tp, --dtype, "
-            "--block-size), or type --namespace, which its log says at the start; "
+            f"{len(fitting)} namespaces fit what was said of the engine ({some}…): say more of it (--model, --tp, "
+            "--dtype, --block-size), or type --namespace, which its log says at the start; "
             "`xkv why --namespace … --other …` compares them"
         )
     if not fitting:
@@ -209,7 +209,7 @@ def _wanted(launch: Launch) -> dict[str, object]:
         return {}
     try:
         return expected(replace(launch, vllm=vllm_version_text()))
-    except (UnsupportedVLLM, BrokenVLLM):
+    except (UnsupportedVLLM, BrokenVLLM, BadInput):
         return expected(launch)
 
 
@@ -296,7 +296,7 @@ class Prompt:
         return None
 
     def _hashes(self, cut: Cut, seed: str | None) -> list[bytes]:
-        try:
+        with _asking_vllm():
             return request_block_hashes(
                 self._tokens,
                 tokens_per_hash=cut.tokens_per_hash,
@@ -304,16 +304,24 @@ class Prompt:
                 seed=seed,
                 cache_salt=self._cache_salt,
             )
-        except (UnsupportedVLLM, BrokenVLLM, ValueError) as error:
-            raise UserError(
-                f"the hashes of tokens are vLLM's own, and the one in this Python cannot be asked for them ({error}): run "
-                "this in the engine's Python, or ask by --key or --block-hash"
-            ) from error
+
+
+@contextmanager
+def _asking_vllm() -> Iterator[None]:
+    """UserError where the vLLM in this Python cannot be asked, for whatever reason."""
+    try:
+        yield
+    except (UnsupportedVLLM, BrokenVLLM, BadInput, ValueError) as error:
+        raise UserError(
+            f"the hashes of tokens are vLLM's own, and the one in this Python cannot be asked for them ({error}): run "
+            "this in the engine's Python, or ask by --key or --block-hash"
+        ) from error
 
 
 def _is_stable(hash_algorithm: str) -> bool:
     """Whether this vLLM's hashes are alike in each process without a seed."""
-    return has_default_seed(detect_live(), hash_algorithm)
+    with _asking_vllm():
+        return has_default_seed(detect_live(), hash_algorithm)
 
 
 def _seed_words(seed: str | None) -> str:
