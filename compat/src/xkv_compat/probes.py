@@ -301,6 +301,20 @@ FEATURES: tuple[Feature, ...] = (
         "counters, gauges and histograms only",
     ),
     Feature(
+        "labelled_stats",
+        _parameter(f"{_OFFLOADING}.metrics", "OffloadingConnectorStats.increase_counter", "labelvalues"),
+        "0.24",
+        "counters may carry labels: misses by reason, failures by kind",
+        "the counters without labels alone",
+    ),
+    Feature(
+        "histogram_stats",
+        _member(f"{_OFFLOADING}.metrics", "OffloadingConnectorStats", "observe_histogram"),
+        "0.24",
+        "times and sizes are histograms",
+        "no times and sizes",
+    ),
+    Feature(
         "expedited_load",
         _parameter(_BASE, "OffloadingWorker.submit_load", "expedited"),
         "0.33",
