@@ -121,7 +121,7 @@ def test_another_hash_seed_or_cache_salt(card: Card) -> None:
     assert "stored by an engine with PYTHONHASHSEED=0, and is asked for with PYTHONHASHSEED=7" in answer["what"]
     code, answer = card.why("--namespace", own, "--hash-seed", "unset")
     assert (code, answer["verdict"]) == (1, "hash_seed"), answer
-    code, answer = card.why("--namespace", own, "--cache-salt", "somebody's")
+    code, answer = card.why("--namespace", own, "--salt", "somebody's")
     assert (code, answer["verdict"]) == (1, "never_stored")
 
 

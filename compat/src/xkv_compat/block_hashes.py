@@ -37,7 +37,7 @@ def request_block_hashes(
     tokens_per_hash: int,
     hash_algorithm: str,
     seed: str | None,
-    cache_salt: str | None = None,
+    salt: str | None = None,
 ) -> list[bytes]:
     """The hashes of every whole ``tokens_per_hash`` tokens, as an engine makes them for a request of plain text.
 
@@ -55,7 +55,7 @@ def request_block_hashes(
             prompt_token_ids=list(tokens),
             sampling_params=names["SamplingParams"](max_tokens=1),
             pooling_params=None,
-            cache_salt=cache_salt,
+            cache_salt=salt,
             block_hasher=names["get_request_block_hasher"](tokens_per_hash, function),
         )
     return [bytes(one) for one in request.block_hashes]

@@ -87,7 +87,8 @@ class Stats:
 
     def increase_counter(self, name: str, value: int, labelvalues: tuple[str, ...] = ()) -> None:
         if labelvalues:
-            self.labelled[(name, *labelvalues)] = value
+            labels = (name, *labelvalues)
+            self.labelled[labels] = value
         else:
             self.counted[name] = value
 

@@ -143,3 +143,17 @@ def test_where_it_cannot_be_kept_nothing_else_happens(clock: Clock, tmp_path: Pa
     one = made(clock)
     one.save(tmp_path / "missing", CARD, 1)
     assert not (tmp_path / "missing").exists()
+
+
+def test_a_file_of_a_larger_record_is_taken_as_far_as_there_is_room(clock: Clock, tmp_path: Path) -> None:
+    one = Departures(10**6, clock_ns=clock)
+    keys = [number.to_bytes(56, "big") for number in range(RECORDED_MIN + 3)]
+    for number, key in enumerate(keys):
+        clock.ms += 1
+        one.left(key, Reason.EVICTED, number + 1)
+    one.save(tmp_path, CARD, 4)
+    again = loaded(tmp_path, clock, boots=5)
+    assert again.since_ms == (1_003, 0)
+    assert [again.of(key) == one.of(key) for key in keys] == [False] * 3 + [True] * RECORDED_MIN
+    again.left(keys[0], Reason.PURGED, 1)
+    assert again.since_ms == (1_004, 0)

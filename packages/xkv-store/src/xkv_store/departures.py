@@ -130,9 +130,14 @@ class _Record:
         return packed
 
     def unpack(self, packed: bytes) -> None:
-        """Take in what `pack` gave, of a record of any capacity."""
-        for digest, generation, when in np.frombuffer(packed, "<u8").reshape(-1, _WORDS).tolist():
-            self.add(digest, generation, when)
+        """Take in what `pack` gave, of a record of any capacity; before anything was added."""
+        capacity = len(self._digests)
+        found = np.frombuffer(packed, np.uint64).reshape(-1, _WORDS)
+        if len(found) > capacity:
+            self.since_ms = max(self.since_ms, int(found[len(found) - capacity - 1, 2]) >> 8)
+            found = found[len(found) - capacity :]
+        self._words[:, : len(found)] = found.T
+        self.held, self._next = len(found), len(found) % capacity
 
 
 class Departures:

@@ -89,9 +89,9 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
         Optional[str],  # noqa: UP045
         typer.Option(help=f"The engine's {SEED_VARIABLE}; {UNSET} where it has none [default: this environment's]."),
     ] = None,
-    cache_salt: Annotated[
+    salt: Annotated[
         Optional[str],  # noqa: UP045
-        typer.Option(help="The request's cache_salt."),
+        typer.Option("--salt", help="The request's cache salt."),
     ] = None,
     pid: Pid = None,
     port: PortOrElse = None,
@@ -123,7 +123,7 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
         about = {} if own is None else {"namespace": own.hex()}
         if own is not None and ids is not None:
             seed = gather_environment(pid).seed if hash_seed is None else (None if hash_seed == UNSET else hash_seed)
-            found, more = Prompt(inquiry, own, ids, seed=seed, cache_salt=cache_salt).explain()
+            found, more = Prompt(inquiry, own, ids, seed=seed, salt=salt).explain()
             about |= more
     raise typer.Exit(say(output, found, about))
 
@@ -216,9 +216,7 @@ def _wanted(launch: Launch) -> dict[str, object]:
 class Prompt:
     """One prompt, asked of one namespace."""
 
-    def __init__(
-        self, inquiry: Inquiry, own: bytes, tokens: list[int], *, seed: str | None, cache_salt: str | None
-    ) -> None:
+    def __init__(self, inquiry: Inquiry, own: bytes, tokens: list[int], *, seed: str | None, salt: str | None) -> None:
         identity = inquiry.identity_of(own)
         if identity is None:
             raise UserError(
@@ -229,7 +227,7 @@ class Prompt:
         self._own = own
         self._tokens = tokens
         self._seed = seed
-        self._cache_salt = cache_salt
+        self._salt = salt
         self._cut = cut_of(identity)
 
     def explain(self) -> tuple[Explanation, dict[str, Any]]:
@@ -302,7 +300,7 @@ class Prompt:
                 tokens_per_hash=cut.tokens_per_hash,
                 hash_algorithm=cut.hash_algorithm,
                 seed=seed,
-                cache_salt=self._cache_salt,
+                salt=self._salt,
             )
 
 
