@@ -192,6 +192,23 @@ def test_windows_need_their_last_chunk_alone(card: Card) -> None:
     assert answer["about"]["chunks"] == len(TOKENS) // 16 + 1
 
 
+def test_of_a_gateway_for_each_rank_all_are_asked(
+    two_gateways_rig: Rig, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    card = Card(two_gateways_rig, tmp_path, capsys)
+    own = card.stored(replace(SHAPE, ranks=2))
+    words = [*card.config(**{"xkv.port_per_rank": True}), "--namespace", own]
+    assert card.why(*words)[0] == 2, "how many ranks there are is not said"
+    code, answer = card.why(*words, "--tp", "2")
+    assert (code, answer["verdict"]) == (0, "held"), answer
+    second = two_gateways_rig.gateways[1]
+    place = ["--port", str(second.port), "--socket-dir", str(second.extra["xkv.socket_dir"])]
+    assert cli.main(["purge", *place, "--all", "--yes"]) == 0
+    code, answer = card.why(*words, "--tp", "2")
+    assert (code, answer["verdict"]) == (1, "purged"), answer
+
+
 def test_what_cannot_be_asked_is_one_line(card: Card, tmp_path: Path) -> None:
     own = card.stored()
     for words, tokens, said in (

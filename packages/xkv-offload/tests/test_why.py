@@ -46,7 +46,7 @@ def published(salt: str = "", weights: str = "sampled:aa", engine: str = "", **f
 
 def test_the_identity_says_how_a_prompt_is_cut() -> None:
     cut = cut_of(published())
-    assert cut == Cut(16, "sha256", 2, (CutGroup(0, 32, needs_all=True), CutGroup(3, 64, needs_all=False)))
+    assert cut == Cut(16, "sha256", (0, 1), (CutGroup(0, 32, needs_all=True), CutGroup(3, 64, needs_all=False)))
     assert places(cut, 31) == []
     assert places(cut, 32) == [(32, 0)]
     assert places(cut, 135) == [(32, 0), (64, 0), (96, 0), (128, 0), (128, 3)], "of the window its last chunk alone"
@@ -54,7 +54,7 @@ def test_the_identity_says_how_a_prompt_is_cut() -> None:
     assert [ObjectKey.decode(key) for key in keys_of(b"n" * 16, cut, hashes, (96, 0))] == [
         ObjectKey(b"n" * 16, 0, hashes[5], rank) for rank in (0, 1)
     ], "a chunk has the hash of its last tokens, and an object of each rank"
-    assert cut_of(published(replicated=True)).ranks == 1
+    assert cut_of(published(replicated=True)).ranks == (0,)
 
 
 @pytest.mark.parametrize("changes", [{"groups": "sha256:00"}, {"groups": []}, {"model": "sha256:00"}, {"sizes": []}])

@@ -112,38 +112,46 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
     elif key is not None or block_hash is not None or other is not None:
         raise UserError("--key, --block-hash and --other need neither tokens nor a configuration: leave these out")
     ids = None if tokens is None else read_tokens(tokens)
-    with _asking(launch, card, port, socket_dir, socket) as inquiry:
-        if ids is None and not is_launch:
-            answer, about = commands_why.ask(
-                inquiry, key=key, generation=generation, namespace=namespace, other=other, block_hash=block_hash,
-                group=group, ranks=ranks or 1,
-            )  # fmt: skip
-            raise typer.Exit(say(output, answer, about))
-        own, found = engine_namespace(inquiry, launch, namespace)
-        about = {} if own is None else {"namespace": own.hex()}
-        if own is not None and ids is not None:
-            seed = gather_environment(pid).seed if hash_seed is None else (None if hash_seed == UNSET else hash_seed)
-            found, more = Prompt(inquiry, own, ids, seed=seed, salt=salt).explain()
-            about |= more
+    seed = gather_environment(pid).seed if hash_seed is None else (None if hash_seed == UNSET else hash_seed)
+    gateways = _gateways(launch, card, port, socket_dir, socket)
+    own: bytes | None = None  # as the first gateway says it: another one may have forgotten it with its objects
+    for number, place in enumerate(gateways):
+        with inquiring(*place) as inquiry:
+            if ids is None and not is_launch:
+                found, about = commands_why.ask(
+                    inquiry, key=key, generation=generation, namespace=namespace, other=other, block_hash=block_hash,
+                    group=group, ranks=ranks or 1,
+                )  # fmt: skip
+                break
+            if own is None:
+                own, found = engine_namespace(inquiry, launch, namespace)
+                about = {} if own is None else {"namespace": own.hex()}
+                identity = None if own is None else inquiry.identity_of(own)
+            if own is not None and ids is not None:
+                rank = number if len(gateways) > 1 else None
+                prompt = Prompt(inquiry, own, identity, ids, seed=seed, salt=salt, rank=rank)
+                found, more = prompt.explain()
+                about |= more
+        if found.misses:
+            break
     raise typer.Exit(say(output, found, about))
 
 
-@contextmanager
-def _asking(
+def _gateways(
     launch: Launch, card: Path | None, port: int | None, socket_dir: Path | None, socket: Path | None
-) -> Iterator[Inquiry]:
-    """The card: that of the options, else that of the engine's configuration."""
+) -> list[tuple[Path | None, int | None, Path | None, Path | None]]:
+    """Where to ask: the card of the options, else that of the engine's configuration, or each rank's."""
     config = launch.config
-    if config is not None and card is None and port is None and socket is None:
-        socket_dir = config.socket_dir or socket_dir
-        if config.path is not None:
-            card = config.path
-        else:
-            assert config.port is not None, "a configuration has a port or a path"
-            socket = socket_for_port(socket_dir or default_socket_dir(), config.port)
-            socket_dir = None
-    with inquiring(card, port, socket_dir, socket) as inquiry:
-        yield inquiry
+    if config is None or any(one is not None for one in (card, port, socket)):
+        return [(card, port, socket_dir, socket)]
+    folder = config.socket_dir or socket_dir or default_socket_dir()
+    if config.path is not None:
+        return [(config.path, None, folder, None)]
+    assert config.port is not None, "a configuration has a port or a path"
+    if config.port_per_rank and launch.ranks is None:
+        raise UserError("xkv.port_per_rank: each rank has a gateway of its own; type how many there are (--tp)")
+    ranks = (launch.ranks or 1) if config.port_per_rank else 1
+    return [(None, None, None, socket_for_port(folder, config.port + number)) for number in range(ranks)]
 
 
 def _launch(
@@ -216,8 +224,18 @@ def _wanted(launch: Launch) -> dict[str, object]:
 class Prompt:
     """One prompt, asked of one namespace."""
 
-    def __init__(self, inquiry: Inquiry, own: bytes, tokens: list[int], *, seed: str | None, salt: str | None) -> None:
-        identity = inquiry.identity_of(own)
+    def __init__(
+        self,
+        inquiry: Inquiry,
+        own: bytes,
+        identity: object,
+        tokens: list[int],
+        *,
+        seed: str | None,
+        salt: str | None,
+        rank: int | None = None,
+    ) -> None:
+        """`identity`: what was published of `own`; `rank`: whose gateway this is, where each rank has one."""
         if identity is None:
             raise UserError(
                 f"nothing was published of namespace {own.hex()} on this card, so how its engine cuts prompts is not "
@@ -228,7 +246,12 @@ class Prompt:
         self._tokens = tokens
         self._seed = seed
         self._salt = salt
-        self._cut = cut_of(identity)
+        self._rank = rank
+        self._cut = self._cut_of(identity)
+
+    def _cut_of(self, identity: object) -> Cut:
+        cut = cut_of(identity)
+        return cut if self._rank is None else replace(cut, ranks=(self._rank,))
 
     def explain(self) -> tuple[Explanation, dict[str, Any]]:
         """Why its first chunk that is missing is, and how far it hits."""
@@ -281,7 +304,7 @@ class Prompt:
         others = [one for one in self._inquiry.namespaces if one != self._own][:OTHERS_HASHED_MAX]
         for other in others:
             try:
-                cut = cut_of(self._inquiry.identity_of(other))
+                cut = self._cut_of(self._inquiry.identity_of(other))
             except UserError:
                 continue
             needed = places(cut, len(self._tokens))

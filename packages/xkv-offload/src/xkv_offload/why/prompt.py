@@ -32,11 +32,11 @@ class CutGroup:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How an engine cuts a prompt. `ranks`: that have an object of each chunk."""
+    """How an engine cuts a prompt. `ranks`: those that have an object of each chunk."""
 
     tokens_per_hash: int
     hash_algorithm: str
-    ranks: int
+    ranks: tuple[int, ...]
     groups: tuple[CutGroup, ...]
 
 
@@ -81,7 +81,7 @@ def _cut(identity: Any) -> Cut:
     return Cut(
         tokens_per_hash=int(facts["tokens_per_hash"]),
         hash_algorithm=str(facts["model"]["hash_algorithm"]),
-        ranks=1 if facts["replicated"] else int(facts["sizes"][0]),
+        ranks=(0,) if facts["replicated"] else tuple(range(int(facts["sizes"][0]))),
         groups=tuple(groups),
     )
 
@@ -105,4 +105,4 @@ def keys_of(namespace: bytes, cut: Cut, hashes: Sequence[bytes], place: tuple[in
     """The keys of one chunk's objects: its hash is that of its last tokens, and of all before."""
     end, group = place
     block_hash = hashes[end // cut.tokens_per_hash - 1]
-    return [ObjectKey(namespace, group, block_hash, rank).encode() for rank in range(cut.ranks)]
+    return [ObjectKey(namespace, group, block_hash, rank).encode() for rank in cut.ranks]
