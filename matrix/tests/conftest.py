@@ -255,7 +255,8 @@ def whole(release: dict[str, str]) -> dict[str, str]:
     release[BASE] += "\nclass LookupResult(Enum):\n    MISS, HIT, HIT_PENDING = 1, 2, 3\n"
     for need in NEEDS:
         path = need.modules[0].removeprefix("vllm.").replace(".", "/") + ".py"
-        if need.when in {"", "!normalized_config", "histogram_stats"} and f"class {need.name}" not in (text := release.get(path, "")):
+        always = need.when in {"", "!normalized_config", "histogram_stats"}
+        if always and f"class {need.name}" not in (text := release.get(path, "")):
             fields = "\n".join(f"    {name}: object = None" for name in _fields(need.name))
             release[path] = f"{text}\nclass {need.name}:\n{fields}\n"
     return release
