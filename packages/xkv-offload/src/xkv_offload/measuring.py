@@ -17,38 +17,40 @@ class LookupTimes:
 
     def __init__(self, counts: Increments) -> None:
         self._counts = counts
-        self._step_seconds = 0.0
-        self._waiting: dict[str, float] = {}  # by request, since when
+        self.step_seconds = 0.0  # added to by whoever looks up
+        self.waiting: dict[str, float] = {}  # by request, since when
         self._asked: set[str] = set()  # of these, in this step
         self._put_off: set[str] = set()  # of those, once more
 
     def answered(self, begun: float, req_id: str, *, waits: bool) -> None:
-        """A lookup that began at `begun` (`time.perf_counter`) is over; `waits`: it has to be asked again."""
-        self._step_seconds += time.perf_counter() - begun
+        """A lookup that began at `begun` (`time.perf_counter`) is over; `waits`: it has to be asked again.
+
+        Of a lookup that has its answer it is enough to tell where somebody waits.
+        """
         if waits:
             self._put_off.add(req_id)
-            self._waiting.setdefault(req_id, begun)
-            if len(self._waiting) > BEGUN_MAX:
-                del self._waiting[next(iter(self._waiting))]
-        if self._waiting:
+            self.waiting.setdefault(req_id, begun)
+            if len(self.waiting) > BEGUN_MAX:
+                del self.waiting[next(iter(self.waiting))]
+        if self.waiting:
             self._asked.add(req_id)
 
     def end_step(self) -> None:
         """The step's lookups are over: who waited, and was put off no more in it, has its answers."""
-        if self._step_seconds:
-            self._counts.observe("lookup_seconds", self._step_seconds)
-            self._step_seconds = 0.0
+        if self.step_seconds:
+            self._counts.observe("lookup_seconds", self.step_seconds)
+            self.step_seconds = 0.0
         if self._asked:
             now = time.perf_counter()
             for req_id in self._asked - self._put_off:
-                if req_id in self._waiting:
-                    self._counts.observe("wait_seconds", now - self._waiting.pop(req_id))
+                if req_id in self.waiting:
+                    self._counts.observe("wait_seconds", now - self.waiting.pop(req_id))
             self._asked.clear()
             self._put_off.clear()
 
     def forget(self, req_id: str) -> None:
         """The request has ended: what it waited for came too late, or never."""
-        since = self._waiting.pop(req_id, None)
+        since = self.waiting.pop(req_id, None)
         if since is not None:
             self._counts.observe("wait_seconds", time.perf_counter() - since)
 

@@ -142,7 +142,7 @@ class Increments:
 
     def __init__(self) -> None:
         self._since: Counter[str] = Counter()
-        self._labelled: Counter[tuple[str, str]] = Counter()
+        self._misses: Counter[str] = Counter()
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, amount: int = 1) -> None:
@@ -151,7 +151,7 @@ class Increments:
 
     def miss(self, reason: str) -> None:
         """A lookup was answered with a miss."""
-        self._labelled["misses", reason] += 1
+        self._misses[reason] += 1
 
     def observe(self, name: str, value: float) -> None:
         """Something was measured."""
@@ -177,8 +177,9 @@ class Increments:
 
         Without a feature of vLLM's channel (`labelled_stats`, `histogram_stats`) what needs it is left out.
         """
-        since, labelled, observed = self._since, self._labelled, self._observed
-        self._since, self._labelled, self._observed = Counter(), Counter(), defaultdict(list)
+        since, misses, observed = self._since, self._misses, self._observed
+        self._since, self._misses, self._observed = Counter(), Counter(), defaultdict(list)
+        labelled = Counter({("misses", reason): amount for reason, amount in misses.items()})
         made = None
         for name, amount in since.items():
             if COUNTERS[name][1] == "manager":
