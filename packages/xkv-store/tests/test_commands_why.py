@@ -219,6 +219,15 @@ def test_another_identity_is_named_by_its_field(xkv: Xkv, story: tuple[list[str]
     assert (code, answer["differences"]) == (1, [difference])
 
 
+def test_another_namespace_of_which_nothing_is_known(xkv: Xkv, story: tuple[list[str], int]) -> None:
+    """As an engine's is after a reset of its cache."""
+    code, answer = why(xkv, story, *by_key(50))
+    assert (code, answer["verdict"]) == (1, "other_identity")
+    assert f"it is held under namespace {SILENT.hex()}" in answer["what"]
+    assert "nothing was published" in answer["what"]
+    assert "differences" not in answer
+
+
 def test_a_chunk_needs_every_rank(xkv: Xkv, story: tuple[list[str], int]) -> None:
     digits = ObjectKey.decode(key_of(2)).block_hash.hex()
     words = ["--namespace", "3fa9", "--block-hash", digits]

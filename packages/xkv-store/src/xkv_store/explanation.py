@@ -202,3 +202,15 @@ def other_identity(found: Sequence[Difference], *, what: str) -> Explanation:
         0,
         found,
     )
+
+
+def held_elsewhere(found: Sequence[Difference], namespace: str) -> Explanation:
+    """The same block is on the card, under another namespace, which differs so (nothing: that is not known)."""
+    if found:
+        return other_identity(found, what=f"it is held under namespace {namespace}, which")
+    return Explanation(
+        Verdict.OTHER_IDENTITY,
+        f"it is held under namespace {namespace}, and of one of the two namespaces nothing was published",
+        "what was stored under another identity is a miss, never somebody else's bytes",
+        "an engine has such a namespace after a reset of its cache; else start the engine: it publishes its own",
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import identities
 from .errors import UserError
-from .explanation import Explanation, Verdict, explain, other_identity
+from .explanation import Explanation, Verdict, explain, held_elsewhere, other_identity
 from .geometry import NAMESPACE_BYTES
 
 if TYPE_CHECKING:
@@ -69,9 +69,7 @@ class Inquiry:
             return answer
         neighbours = self.neighbours(keys[first])
         if neighbours and neighbours[0].holds:
-            return other_identity(
-                neighbours[0].found, what=f"it is held under namespace {neighbours[0].namespace.hex()}, which"
-            )
+            return held_elsewhere(neighbours[0].found, neighbours[0].namespace.hex())
         return answer
 
     def neighbours(self, key: bytes) -> list[Neighbour]:
