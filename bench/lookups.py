@@ -73,6 +73,7 @@ def _manager(card: SchedulerCard) -> XkvManager:
         request_context=SimpleNamespace,
         stats=SimpleNamespace,
         load_source=None,
+        features={"labelled_stats": True, "histogram_stats": True},
     )
     return XkvManager(card=card, options=options, words=words)
 

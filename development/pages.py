@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["SECTIONS", "assemble", "compatibility", "prose", "site_pages"]
 
 SECTIONS: Final = {
-    "Using it": ("quickstart", "concepts", "configuration", "operations", "doctor", "metrics", "kubernetes",
-                 "failures", "compatibility", "performance"),
+    "Using it": ("quickstart", "concepts", "configuration", "operations", "doctor", "why", "metrics",
+                 "kubernetes", "failures", "compatibility", "performance"),
     "How it works": ("architecture", "identity", "format", "protocol", "reliability", "security"),
     "Releases and forks": ("matrix", "vendoring"),
     "The project": ("contributing", "changes", "decisions"),

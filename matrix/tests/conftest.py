@@ -247,7 +247,7 @@ def _fields(name: str) -> list[str]:
 def whole(release: dict[str, str]) -> dict[str, str]:
     """The small release with the rest of what the product needs: nothing but a test's own change is missing."""
     release[BASE] = release[BASE].replace("class GPULoadStoreSpec(LoadStoreSpec): ...", "")
-    release[BASE] += "\nclass OffloadingGaugeMetadata: ...\nclass OffloadingHistogramMetadata: ...\n"
+    release[BASE] += "\nclass OffloadingGaugeMetadata: ...\n"
     release[BASE] += "\ndef get_offload_block_hash(key):\n    return key[:-4]\n"
     release[BASE] += "\ndef get_offload_group_idx(key):\n    return int.from_bytes(key[-4:], 'big')\n"
     release[BASE] += "\n\nfrom enum import Enum\n"
@@ -255,7 +255,8 @@ def whole(release: dict[str, str]) -> dict[str, str]:
     release[BASE] += "\nclass LookupResult(Enum):\n    MISS, HIT, HIT_PENDING = 1, 2, 3\n"
     for need in NEEDS:
         path = need.modules[0].removeprefix("vllm.").replace(".", "/") + ".py"
-        if need.when in {"", "!normalized_config"} and f"class {need.name}" not in (text := release.get(path, "")):
+        always = need.when in {"", "!normalized_config", "histogram_stats"}
+        if always and f"class {need.name}" not in (text := release.get(path, "")):
             fields = "\n".join(f"    {name}: object = None" for name in _fields(need.name))
             release[path] = f"{text}\nclass {need.name}:\n{fields}\n"
     return release

@@ -24,7 +24,7 @@ _HELD = {
     ("get_worker", "tensor"): "CanonicalKVCacheTensor",
     ("_tensor_facts", "tensor"): "CanonicalKVCacheTensor",
     ("get_transfer_results", "results"): "KVConnectorTransferResults",
-    ("get_stats", "stats"): "OffloadingConnectorStats",
+    ("take", "made"): "OffloadingConnectorStats",
     ("connector_workers", "connector"): "OffloadingConnector",
     ("connector_workers", "side"): "OffloadingConnectorWorker",
     ("_from_offloading_config", "config"): "OffloadingConfig",
@@ -59,7 +59,9 @@ _ASKED_FOR = {"group_id", "sliding_window_size_in_chunks", "replicated_layout", 
 _MADE_AS = {
     "self._words.prepare_store_output": "PrepareStoreOutput",
     "self._words.request_context": "RequestOffloadingContext",
-    "self._words.stats": "OffloadingConnectorStats",
+    "new_stats": "OffloadingConnectorStats",
+    "makers.counter": "OffloadingCounterMetadata",
+    "makers.histogram": "OffloadingHistogramMetadata",
     "self._result": "TransferResult",
 }
 

@@ -17,6 +17,7 @@ import typer.main
 
 from xkv_offload.config_table import KEYS
 from xkv_offload.doctor import command as doctor
+from xkv_offload.why import command as why
 from xkv_store import cli
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FENCE = re.compile(r"(?ms)^(?P<indent> *)```(?P<kind>\S*)\n(?P<text>.*?)^(?P=indent)```$")
 ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 OWN_KEY = "xkv."
-OTHERS: Commands = {"doctor": lambda: doctor.register}
+OTHERS: Commands = {"doctor": lambda: doctor.register, "why": lambda: why.register}
 """What xkv-offload brings, whether or not its metadata says so here."""
 
 

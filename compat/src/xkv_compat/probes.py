@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -301,6 +301,20 @@ FEATURES: tuple[Feature, ...] = (
         "counters, gauges and histograms only",
     ),
     Feature(
+        "labelled_stats",
+        _parameter(f"{_OFFLOADING}.metrics", "OffloadingConnectorStats.increase_counter", "labelvalues"),
+        "0.24",
+        "counters may carry labels: misses by reason, failures by kind",
+        "the counters without labels alone",
+    ),
+    Feature(
+        "histogram_stats",
+        _member(f"{_OFFLOADING}.metrics", "OffloadingConnectorStats", "observe_histogram"),
+        "0.24",
+        "times and sizes are histograms",
+        "no times and sizes",
+    ),
+    Feature(
         "expedited_load",
         _parameter(_BASE, "OffloadingWorker.submit_load", "expedited"),
         "0.33",
@@ -477,24 +491,13 @@ FEATURES: tuple[Feature, ...] = (
     ),
 )
 
+_NAMES: Final = (
+    "OffloadingSpec", "OffloadingManager", "LoadStoreSpec", "GPULoadStoreSpec", "PrepareStoreOutput",
+    "RequestOffloadingContext", "ReqContext", "OffloadingCounterMetadata", "OffloadingGaugeMetadata",
+    "OffloadingHistogramMetadata", "get_offload_block_hash", "get_offload_group_idx",
+)  # fmt: skip
 REQUIREMENTS: tuple[Requirement, ...] = (
-    *(
-        Requirement(name, (_symbol(_BASE, name),))
-        for name in (
-            "OffloadingSpec",
-            "OffloadingManager",
-            "LoadStoreSpec",
-            "GPULoadStoreSpec",
-            "PrepareStoreOutput",
-            "RequestOffloadingContext",
-            "ReqContext",
-            "OffloadingCounterMetadata",
-            "OffloadingGaugeMetadata",
-            "OffloadingHistogramMetadata",
-            "get_offload_block_hash",
-            "get_offload_group_idx",
-        )
-    ),
+    *(Requirement(name, (_symbol(_BASE, name),)) for name in _NAMES),
     Requirement("OffloadingWorker", (_symbol(_BASE, "OffloadingWorker"), _symbol(_OLD_WORKER, "OffloadingHandler"))),
     Requirement("TransferResult", (_symbol(_BASE, "TransferResult"), _symbol(_OLD_WORKER, "TransferResult"))),
     Requirement(

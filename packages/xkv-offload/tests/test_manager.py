@@ -9,6 +9,7 @@ import pytest
 
 from xkv_offload import manager as manager_module
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
+from xkv_offload.metrics import PROCESS_COUNTERS, WORKER_COUNTERS
 from xkv_offload.staging import Chunk, ReadDone, Staging
 from xkv_offload.transfer import StagedObject, XkvTransferSpec
 from xkv_store.key import chunk_tag, ranks_mask, tag_salt
@@ -40,6 +41,7 @@ class FakeCard:
     lost: bool = False
     backlog: int = 0
     closed: bool = False
+    new_counts: Sequence[int] = ()
 
     def alive(self) -> bool:
         return self.living
@@ -54,6 +56,10 @@ class FakeCard:
 
     def store_bytes(self) -> int:
         return self.backlog
+
+    def worker_counts(self) -> Sequence[int]:
+        found, self.new_counts = self.new_counts, ()
+        return found
 
     def fragments(self, tag: int) -> int:
         return 1 if tag in self.table.entries else 0
@@ -70,12 +76,24 @@ class FakeCard:
                 self.table.entries[tag] = (generation, mask)
 
 
+CHANNEL = {"labelled_stats": True, "histogram_stats": True}
+
+
 class Stats:
     def __init__(self) -> None:
         self.counted: dict[str, int] = {}
+        self.labelled: dict[tuple[str, ...], int] = {}
+        self.observed: dict[str, list[float]] = {}
 
-    def increase_counter(self, name: str, value: int) -> None:
-        self.counted[name] = value
+    def increase_counter(self, name: str, value: int, labelvalues: tuple[str, ...] = ()) -> None:
+        if labelvalues:
+            labels = (name, *labelvalues)
+            self.labelled[labels] = value
+        else:
+            self.counted[name] = value
+
+    def observe_histogram(self, name: str, value: float) -> None:
+        self.observed.setdefault(name, []).append(value)
 
 
 def key(number: int, group: int = 0) -> bytes:
@@ -86,7 +104,9 @@ def request(name: str = "r") -> Any:
     return SimpleNamespace(req_id=name)
 
 
-def make(card: FakeCard, *, staging: Any = None, **changes: Any) -> XkvManager:
+def make(
+    card: FakeCard, *, staging: Any = None, features: Mapping[str, bool] | None = None, **changes: Any
+) -> XkvManager:
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "ranks": 1,
@@ -107,6 +127,7 @@ def make(card: FakeCard, *, staging: Any = None, **changes: Any) -> XkvManager:
             request_context=SimpleNamespace,
             stats=Stats,
             load_source="DISK",
+            features=features or CHANNEL,
         ),
     )
 
@@ -293,7 +314,7 @@ def test_what_was_under_way_at_a_reset_stores_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(("changes", "hit", "kept"), [({"loads": False}, "MISS", 1), ({"stores": False}, "HIT", 0)])
-def test_producers_only_store_and_consumers_only_load(changes: dict[str, bool], hit: str, kept: int) -> None:
+def test_producers_only_store_and_consumers_only_load(changes: dict[str, Any], hit: str, kept: int) -> None:
     card = FakeCard()
     manager = make(card, **changes)
     card.confirm([key(1)])
@@ -327,7 +348,94 @@ def test_stats_are_increments_and_none_where_nothing_happened() -> None:
     manager.lookup(key(1), request())
     stats: Any = manager.get_stats()
     assert stats.counted == {"vllm:xkv_lookup_misses": 1}
+    assert stats.labelled == {("vllm:xkv_misses", "absent"): 1}
     assert manager.get_stats() is None
+
+
+def test_what_ranks_have_counted_is_told_with_it_and_counted_in_no_process_twice() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.new_counts = [3 if name == "load_failures" else 0 for name in WORKER_COUNTERS]
+    before = dict(PROCESS_COUNTERS)
+    stats: Any = manager.get_stats()
+    assert stats.counted == {"vllm:xkv_load_failures": 3}
+    assert stats.labelled == {("vllm:xkv_failures", "load"): 3}
+    assert before == PROCESS_COUNTERS
+    assert manager.get_stats() is None
+
+
+def test_misses_have_their_reasons() -> None:
+    card = FakeCard()
+    manager = make(card, ranks=2)
+    manager.lookup(key(1), request())
+    card.confirm([key(2)], ranks=1)
+    manager.lookup(key(2), request())
+    card.confirm([key(3)], ranks=2, generation=5)
+    card.new_denials = [(chunk_tag(tag_salt(NAMESPACE, 0, 0), key(3)[:-4]), 5)]
+    manager.lookup(key(3), request())
+    card.living = False
+    manager.lookup(key(3), request())
+    stats: Any = manager.get_stats()
+    reasons = ("absent", "incomplete", "denied", "no_gateway")
+    assert stats.labelled == {("vllm:xkv_misses", reason): 1 for reason in reasons}
+    assert stats.counted["vllm:xkv_lookup_denied"] == 1
+    card.living = True
+    manager = make(card, staging=Staging(FakeReads(), pending_seconds=-1, groups=1))
+    card.confirm([key(4)])
+    manager.lookup(key(4), request())
+    stats = manager.get_stats()
+    assert stats.labelled == {("vllm:xkv_misses", "unverified"): 1}
+
+
+def test_times_and_sizes_are_measured() -> None:
+    card = FakeCard()
+    manager = make(card)
+    manager.lookup(key(1), request())
+    manager.lookup(key(2), request())
+    manager.on_schedule_end()
+    stored(manager, [key(1), key(2), key(1, group=1)])
+    manager.complete_store([key(1), key(2), key(1, group=1)], request())
+    card.confirm([key(1)])
+    manager.prepare_load([key(1)], request())
+    manager.complete_load([key(1)], request())
+    stats: Any = manager.get_stats()
+    assert {name: len(values) for name, values in stats.observed.items()} == {
+        f"vllm:xkv_{name}": 1
+        for name in ("lookup_seconds", "store_seconds", "store_chunks", "store_job_bytes", "load_seconds",
+                     "load_chunks", "load_job_bytes")
+    }  # fmt: skip
+    assert stats.observed["vllm:xkv_store_chunks"] == [3]
+    assert stats.observed["vllm:xkv_store_job_bytes"] == [250]
+    assert stats.observed["vllm:xkv_load_job_bytes"] == [100]
+    assert 0 < stats.observed["vllm:xkv_lookup_seconds"][0] < 1
+
+
+def test_a_request_waits_from_its_first_answer_that_is_put_off_to_its_last() -> None:
+    card = FakeCard()
+    card.confirm([key(1), key(2)])
+    reads = FakeReads()
+    manager = make(card, staging=Staging(reads, pending_seconds=10, groups=1))
+    assert manager.lookup(key(1), request()) == "PENDING"
+    manager.on_schedule_end()
+    stats: Any = manager.get_stats()
+    assert "vllm:xkv_wait_seconds" not in stats.observed
+    assert manager.lookup(key(1), request()) == "HIT"
+    manager.on_schedule_end()
+    manager.on_schedule_end()
+    stats = manager.get_stats()
+    assert len(stats.observed["vllm:xkv_wait_seconds"]) == 1
+    assert manager.lookup(key(2), request("gone")) == "PENDING"
+    manager.on_request_finished(request("gone"))
+    stats = manager.get_stats()
+    assert len(stats.observed["vllm:xkv_wait_seconds"]) == 1
+
+
+def test_without_labels_or_histograms_the_plain_counters_are_left() -> None:
+    manager = make(FakeCard(), features={"labelled_stats": False, "histogram_stats": False})
+    manager.lookup(key(1), request())
+    manager.on_schedule_end()
+    stats: Any = manager.get_stats()
+    assert (stats.counted, stats.labelled, stats.observed) == ({"vllm:xkv_lookup_misses": 1}, {}, {})
 
 
 def test_memory_of_a_long_run_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

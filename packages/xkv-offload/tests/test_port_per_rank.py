@@ -9,6 +9,7 @@ import pytest
 
 from xkv_offload.attachment import StagedReads
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
+from xkv_offload.metrics import WORKER_COUNTERS
 from xkv_offload.port_per_rank import CardPerRank, ReadsPerRank, card_of, reads_of
 from xkv_offload.staging import Chunk, Staging
 from xkv_store.control import ControlPage
@@ -57,6 +58,9 @@ class FakeCard:
 
     def store_bytes(self) -> int:
         return self.backlog
+
+    def worker_counts(self) -> Sequence[int]:
+        return [0] * len(WORKER_COUNTERS)
 
     def fragments(self, tag: int) -> int:
         return self.sizes.get(tag, 0)
@@ -122,6 +126,7 @@ def rig(staging: Staging | None = None) -> Rig:
             request_context=SimpleNamespace,
             stats=SimpleNamespace,
             load_source=None,
+            features={"labelled_stats": True, "histogram_stats": True},
         ),
     )
     return Rig(manager, cards)

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xkv_store import control
-from xkv_store.control import DENIALS_PER_RANK, ControlPage, DenialReader
+from xkv_store.control import (
+    COUNTERS_PER_RANK,
+    DENIALS_PER_RANK,
+    ControlPage,
+    CountReader,
+    DenialReader,
+    counters_offset,
+)
 from xkv_store.errors import PeerError
 from xkv_store.ring import make_sealed_memory
 
@@ -32,15 +39,34 @@ def test_layout_is_that_of_the_page(page: ControlPage) -> None:
     page.set_store_bytes(2, 77)
     page.add_shed(0, 5)
     page.set_attached(2)
+    page.add_count(1, 5, 9)
     raw = os.pread(page.fd, control.page_bytes(3), 0)
     assert raw[:8] == b"XKVCTRL1"
-    assert struct.unpack_from("<HHI", raw, 8) == (2, 3, 1_024)
+    assert struct.unpack_from("<HHI", raw, 8) == (3, 3, 1_024)
     assert raw[16:32] == BOOT
     assert struct.unpack_from("<QQQQ", raw, 32) == (0x1122, 1, 1, 2)
     assert struct.unpack_from("<Q", raw, 4_096 + 64) == (1,)
     assert struct.unpack_from("<Q", raw, 4_104 + 128) == (77,)
     assert struct.unpack_from("<Q", raw, 4_112) == (5,)
     assert struct.unpack_from("<QQ", raw, 8_192 + 16 * 1_024) == (0xAAAA, 0xBBBB)
+    assert struct.unpack_from("<Q", raw, 8_192 + 3 * 16 * 1_024 + 512 + 40) == (9,)
+    assert len(raw) == 8_192 + 3 * 16 * 1_024 + 4_096
+
+
+def test_counts_are_told_once_and_wild_ones_not_at_all(page: ControlPage) -> None:
+    """What a rank writes must not make the engine's metrics end it: vLLM asserts that counters grow."""
+    reader = CountReader(page, 3)
+    assert reader.poll() == [0, 0, 0]
+    page.add_count(0, 0, 4)
+    page.add_count(2, 0, 1)
+    page.add_count(1, 2, 7)
+    page.add_count(1, 3, 100)
+    assert reader.poll() == [5, 0, 7]
+    assert reader.poll() == [0, 0, 0]
+    os.pwrite(page.fd, b"\xff" * 8 * COUNTERS_PER_RANK, counters_offset(3))
+    assert reader.poll() == [0, 0, 0]
+    page.add_count(0, 1, 3)
+    assert reader.poll() == [0, 3, 0]
 
 
 def test_a_new_life_of_the_gateway_is_seen(page: ControlPage) -> None:
@@ -70,7 +96,16 @@ def test_backlog_is_the_slowest_ranks(page: ControlPage) -> None:
 def test_what_is_no_control_page_is_the_peers_error(page: ControlPage) -> None:
     size = control.page_bytes(3)
     good = os.pread(page.fd, 4_096, 0)
-    for change in ({0: b"Y"}, {8: b"\1"}, {8: b"\3"}, {10: b"\0\0"}, {10: b"\4"}, {10: b"\xff\xff"}, {12: b"\1"}):
+    for change in (
+        {0: b"Y"},
+        {8: b"\1"},
+        {8: b"\2"},
+        {8: b"\4"},
+        {10: b"\0\0"},
+        {10: b"\4"},
+        {10: b"\xff\xff"},
+        {12: b"\1"},
+    ):
         raw = bytearray(good)
         for offset, content in change.items():
             raw[offset : offset + len(content)] = content

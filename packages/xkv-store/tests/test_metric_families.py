@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from xkv_store import metric_families
+from xkv_store import departures, metric_families
 from xkv_store.figures import BOUNDS_S, Figures, Histogram, Times
 from xkv_store.metric_families import COUNTS, ELSEWHERE, families
 from xkv_store.wire import LoadStatus, RefusedCode, StoreStatus
@@ -37,12 +37,11 @@ def figures(**changes: object) -> Figures:
 
 def counters_of_the_sources() -> set[str]:
     """What is counted anywhere in the gateway, by the letters of its sources."""
-    found: set[str] = set()
+    found: set[str] = set(departures.COUNTERS.values())
     for path in SOURCES.glob("*.py"):
         for name in re.findall(r"counters\[f?\"([^\"]+)\"\]", path.read_text()):
             values = {
                 "puts_{plan.value}": {"puts_held", "puts_shed", "puts_busy", "puts_invalid"},
-                "dropped_{reason}": {"dropped_corrupt", "dropped_unreadable"},
                 "refused_{refusal.code.value}": {f"refused_{code.value}" for code in RefusedCode},
                 "{what}_{status.name.lower()}": {
                     *(f"put_{one.name.lower()}" for one in StoreStatus),

@@ -444,6 +444,6 @@ def test_what_is_lacking_is_no_damage(
         code, lines = xkv("verify", made.options.folder)
         assert code == 2
         assert os.strerror(lacking) in lines[-1]["error"]
-    assert sorted(path.name for path in made.options.folder.iterdir()) == ["db-0.xkv", "index", "lock"]
+    assert sorted(path.name for path in made.options.folder.iterdir()) == ["db-0.xkv", "departures", "index", "lock"]
     assert sorted(path.name for path in made.index.iterdir()) == ["data.mdb", "lock.mdb"]  # and not doubted
     made.assert_sound(made.contents)

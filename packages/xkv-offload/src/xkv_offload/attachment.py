@@ -14,7 +14,7 @@ from functools import partial
 
 from xkv_compat.vllm_symbols import ConfigView
 from xkv_store.client import Attachment, Client, GetObject
-from xkv_store.control import ControlPage, DenialReader
+from xkv_store.control import ControlPage, CountReader, DenialReader
 from xkv_store.embedded import EmbeddedCard
 from xkv_store.errors import UserError
 from xkv_store.fragment import erase
@@ -26,6 +26,7 @@ from xkv_store.table import TableReader
 from xkv_store.wire import LoadedObject, LoadStatus, Role
 
 from .config import Config
+from .metrics import WORKER_COUNTERS
 from .staging import Chunk, ReadDone
 
 PUBLISHED_SECONDS_MIN = 0.5  # for the answer of a gateway whose rank has published long since, whoever came late
@@ -190,6 +191,8 @@ class SchedulerCard:
         self._client = client
         self._page: ControlPage = client.control
         self._reader = DenialReader(self._page)
+        self._counted = self._page
+        self._counts = CountReader(self._page, len(WORKER_COUNTERS))
         self.touch = client.touch
         self.close = client.close
 
@@ -213,6 +216,13 @@ class SchedulerCard:
     def store_bytes(self) -> int:
         """See manager.Card."""
         return self._client.control.store_bytes()
+
+    def worker_counts(self) -> Sequence[int]:
+        """See manager.Card."""
+        if self._client.control is not self._counted:
+            self._counted = self._client.control
+            self._counts = CountReader(self._counted, len(WORKER_COUNTERS))
+        return self._counts.poll()
 
     def fragments(self, tag: int) -> int:
         """See manager.Card."""

@@ -24,7 +24,6 @@ from .copy import Move
 from .jobs import CopyQueue, Job, Plan, Priority
 from .layout import fragment_range
 from .mapping import ChunkPart
-from .metrics import count
 from .rank import RankContext
 from .stores import ObjectDone
 from .transfer import StagedObject, XkvTransferSpec
@@ -132,7 +131,7 @@ class Loads:
 
     def _staged_scattered(self, fetch: _Fetch, own: StagedObject, error: Exception | None) -> None:
         """On the copy thread: the pages hold what the slots held, if those still are the object's."""
-        _count_error(error)
+        self._count_error(error)
         if error is not None or not self._holds(fetch, own, 0):
             self._fail_staged(fetch)
             return
@@ -140,8 +139,8 @@ class Loads:
 
     def _succeed(self, fetch: _Fetch) -> None:
         size = len(fetch.part.blocks) * self._context.layouts[fetch.part.group].block_bytes
-        count("load_objects")
-        count("load_bytes", size)
+        self._context.count("load_objects")
+        self._context.count("load_bytes", size)
         self._done(fetch.job, size)
 
     def _holds(self, fetch: _Fetch, own: StagedObject | Leased, first_fragment: int) -> bool:
@@ -151,14 +150,14 @@ class Loads:
 
     def _fail_staged(self, fetch: _Fetch) -> None:
         """A verified object that is not there is an error of ours; wrong pages are not served for it."""
-        count("load_failures")
+        self._context.count("load_failures")
         self._done(fetch.job, 0, fetch.part.blocks)
 
     def expire(self, jobs: Iterable[Job], now: float) -> None:
         """Give up the loads whose deadline has passed. The lock is held."""
         late = [job for job in jobs if not job.is_store and not job.done.is_set() and now > job.deadline]
         if late:
-            count("load_timeouts", len(late))
+            self._context.count("load_timeouts", len(late))
             self.give_up(late)
 
     def give_up(self, jobs: Iterable[Job]) -> None:
@@ -290,14 +289,14 @@ class Loads:
                 self._forget(fetch)
                 self._succeed(fetch)
             else:
-                _count_error(error)
+                self._count_error(error)
                 self._settle_failed(fetch)
         finally:
             self._give_back(fetch)
 
     def _again(self, fetch: _Fetch) -> None:
         """Ask once more for what this thread has settled, before all others; the job's deadline bounds how often."""
-        count("load_rereads")
+        self._context.count("load_rereads")
         with self._lock:
             had = self._taken(fetch)
             fetch.settled = False
@@ -314,7 +313,7 @@ class Loads:
             self._settle_failed(fetch)
 
     def _settle_failed(self, fetch: _Fetch) -> None:
-        count("load_failures")
+        self._context.count("load_failures")
         self._context.deny(fetch.key)
         self._forget(fetch)
         self._done(fetch.job, 0, fetch.part.blocks)
@@ -342,8 +341,7 @@ class Loads:
             self._context.client.lease_budget.give(share)
             self._feed()
 
-
-def _count_error(error: Exception | None) -> None:
-    if error is not None:
-        count("worker_errors")
-        logger.error("Scattering an object failed", exc_info=error)
+    def _count_error(self, error: Exception | None) -> None:
+        if error is not None:
+            self._context.count("worker_errors")
+            logger.error("Scattering an object failed", exc_info=error)

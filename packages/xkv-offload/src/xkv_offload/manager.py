@@ -17,7 +17,8 @@ from xkv_store.key import chunk_tag
 
 from .entries import Entry, entries, gateway_of
 from .identity import after_reset
-from .metrics import Increments, metric_name
+from .measuring import JobTimes, LookupTimes
+from .metrics import Increments
 from .staging import Answer, Staging
 from .transfer import StagedObject, XkvTransferSpec
 
@@ -31,6 +32,7 @@ DENIED_MAX = 1 << 16  # failed loads that are remembered; beyond it the oldest a
 SHED_LOG_SECONDS = 60.0
 
 _R = TypeVar("_R")
+_clock = time.perf_counter  # twice for each lookup
 
 
 class Table(Protocol):
@@ -63,6 +65,9 @@ class Card(Protocol):
     def store_bytes(self) -> int:
         """Bytes of the ring that are on their way to the card, on the rank that has most."""
 
+    def worker_counts(self) -> Sequence[int]:
+        """What all ranks have counted since the last call, in the order of `metrics.WORKER_COUNTERS`."""
+
     def fragments(self, tag: int) -> int:
         """Fragments of the largest object of which this tag's entry speaks."""
 
@@ -81,6 +86,7 @@ class Words:
     request_context: Callable[[], object]
     stats: Callable[[], Any]
     load_source: object | None
+    features: Mapping[str, bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +134,8 @@ class XkvManager:
             Answer.MISS: ("lookup_unverified", words.miss),
         }
         self._counts = Increments()
+        self._lookup_times = LookupTimes(self._counts)
+        self._job_times = JobTimes(self._counts, options.group_bytes)
         self._namespace = options.namespace
         self._entries: dict[bytes, tuple[Entry, ...]] = {}  # of each group's chunks
         self._touched: list[int] = []
@@ -147,23 +155,37 @@ class XkvManager:
 
         Where hits are verified first: HIT_PENDING until the bytes lie verified in the ring.
         """
-        return self._guarded(self._lookup, self._words.miss, key, req_context.req_id)
+        times, words, req_id = self._lookup_times, self._words, req_context.req_id
+        begun = _clock()
+        answer = self._guarded(self._lookup, words.miss, key, req_id)
+        times.step_seconds += _clock() - begun
+        if times.waiting or answer is words.pending:
+            times.answered(begun, req_id, waits=answer is words.pending)
+        return answer
 
     def _lookup(self, key: bytes, req_id: str) -> object:
         if not self._options.loads:
             return self._words.miss
         if not self._card.alive():
             self._counts.add("lookup_no_gateway")
+            self._counts.miss("no_gateway")
             return self._words.miss
         self._read_denials()
-        if not self._held(key, touch=True):
+        lacking = self._lacking(key, touch=True)
+        if lacking:
             self._counts.add("lookup_misses")
+            if lacking == "denied":
+                self._counts.add("lookup_denied")
+            self._counts.miss(lacking)
             return self._words.miss
         if self._staging is None:
             self._counts.add("lookup_hits")
             return self._words.hit
-        counted, answer = self._answers[self._verified(self._staging, key, req_id)]
+        found = self._verified(self._staging, key, req_id)
+        counted, answer = self._answers[found]
         self._counts.add(counted)
+        if found is Answer.MISS:
+            self._counts.miss("unverified")
         return answer
 
     def _verified(self, staging: Staging, key: bytes, req_id: str) -> Answer:
@@ -187,19 +209,24 @@ class XkvManager:
 
     def _held(self, key: bytes, *, touch: bool) -> bool:
         """Whether all ranks' objects are confirmed and not denied."""
+        return not self._lacking(key, touch=touch)
+
+    def _lacking(self, key: bytes, *, touch: bool) -> str:
+        """Why `key` misses: absent, incomplete (some rank's object is not there) or denied; nothing where it hits."""
         lookup = self._card.table.lookup
         block_hash = key[:-4]
+        others = False
         for salt, bits, _ in self._entries_of(key):
             tag = chunk_tag(salt, block_hash)
             found = lookup(tag)
             if found is None or found[1] & bits != bits:
-                return False
+                return "incomplete" if others or (found is not None and found[1] & bits) else "absent"
             if self._is_denied(tag, found[0]):
-                self._counts.add("lookup_denied")
-                return False
+                return "denied"
+            others = True
             if touch and len(self._touched) < TOUCHED_MAX:
                 self._touched.append(tag)
-        return True
+        return ""
 
     def _entries_of(self, key: bytes) -> tuple[Entry, ...]:
         """The entries that a hit of `key` needs."""
@@ -245,10 +272,12 @@ class XkvManager:
         staged: tuple[tuple[StagedObject, ...], ...] = ()
         if self._staging is not None:
             staged = self._guarded(self._staging.take_for_load, staged, req_context.req_id, keys)
+        self._job_times.begin("load", keys)
         return XkvTransferSpec(namespace=self._namespace, keys=keys, req_id=req_context.req_id, staged=staged)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Says nothing about success; a failed load has left its denial."""
+        self._job_times.end("load", keys)
         if self._staging is not None:
             self._guarded(self._staging.loaded, None, req_context.req_id, keys)
 
@@ -262,6 +291,7 @@ class XkvManager:
         """Choose which of `keys` are stored: a subset, in order; never None (vLLM would ask again every step)."""
         nothing = XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_context.req_id)
         spec = self._guarded(self._choose, nothing, list(keys), req_context.req_id)
+        self._job_times.begin("store", spec.keys)
         return self._words.prepare_store_output(keys_to_store=list(spec.keys), store_spec=spec, evicted_keys=[])
 
     def _choose(self, keys: list[bytes], req_id: str) -> XkvTransferSpec:
@@ -340,6 +370,7 @@ class XkvManager:
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """The bytes have left the GPU. That the card holds them is its own word alone."""
+        self._job_times.end("store", keys)
         for key in keys:
             self._prepared_bytes.pop(key, None)
 
@@ -354,12 +385,14 @@ class XkvManager:
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request. One more store may come after this (0.26)."""
         self._requests.pop(req_context.req_id, None)
+        self._lookup_times.forget(req_context.req_id)
         self._live.discard(req_context.req_id)
         if self._staging is not None:
             self._guarded(self._staging.forget, None, req_context.req_id)
 
     def on_schedule_end(self, context: Any = None) -> None:
         """Hand the step's recency and reads to the gateway."""
+        self._lookup_times.end_step()
         if self._staging is not None:
             self._guarded(self._staging.end_step, None)
         if self._touched:
@@ -384,6 +417,7 @@ class XkvManager:
         self._entries.clear()
         self._pending.clear()
         self._prepared_bytes.clear()
+        self._job_times.clear()
         self._requests.clear()
         self._stale = set(self._live)
         if self._staging is not None:
@@ -396,18 +430,13 @@ class XkvManager:
             self._guarded(self._staging.reset_flushed, None)
 
     def get_stats(self) -> object | None:
-        """Counters since the last call, or None."""
-        taken = self._counts.take()
-        if not taken:
-            return None
-        stats = self._words.stats()
-        for name, amount in taken.items():
-            stats.increase_counter(metric_name(name), amount)
-        return stats  # type: ignore[no-any-return]  # vLLM's class
+        """What was counted and measured since the last call, by the ranks too; or None."""
+        self._counts.add_workers(self._guarded(self._card.worker_counts, ()))
+        return self._counts.take(self._words.stats, self._words.features)
 
     def shutdown(self) -> None:
         """Detach from the gateway; nothing has to be saved."""
-        self._counts.take()
+        self._counts.drop()
         self._guarded(self._card.close, None)
 
     def _guarded(self, work: Callable[..., _R], otherwise: _R, *args: Any) -> _R:

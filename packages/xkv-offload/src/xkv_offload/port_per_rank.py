@@ -80,6 +80,10 @@ class CardPerRank:
         """See manager.Card."""
         return max(card.store_bytes() for card in self._cards)
 
+    def worker_counts(self) -> Sequence[int]:
+        """See manager.Card."""
+        return [sum(counts) for counts in zip(*(card.worker_counts() for card in self._cards), strict=True)]
+
     def fragments(self, tag: int) -> int:
         """See manager.Card."""
         gateway, own = split(tag)

@@ -15,6 +15,7 @@ from .copy import Mover, RingSlots
 from .failures import FailureLog, Plan
 from .layout import ObjectLayout
 from .mapping import MappingError
+from .metrics import count, worker_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +24,8 @@ class RankContext:
 
     `rank`: its number on its gateway (0 where it has one of its own). `object_rank`: the rank in its objects' keys (0
     on every rank where one object serves all); `writes`: whether this rank puts them. `layouts`, `lone_last_block`: by
-    position of the group. `positions`: vLLM's group number to position.
+    position of the group. `positions`: vLLM's group number to position. `recomputes`: what vLLM does
+    with a request whose load failed.
     """
 
     client: Client
@@ -39,6 +41,7 @@ class RankContext:
     load_timeout_s: float
     failure_plan: Plan
     failures: FailureLog
+    recomputes: bool = False
 
     def key_groups(self, keys: Sequence[bytes]) -> list[int]:
         """The position of each offload key's group. Raises MappingError for a group that the engine has not."""
@@ -54,6 +57,11 @@ class RankContext:
     def slots(self, numbers: Sequence[int]) -> RingSlots:
         """The ring's slots of these numbers."""
         return RingSlots(self.client.ring.array, numbers)
+
+    def count(self, name: str, amount: int = 1) -> None:
+        """Add to a counter of this process, and of this rank for its scheduler. Any thread."""
+        count(name, amount)
+        self.client.control.add_count(self.rank, worker_number(name), amount)
 
     def deny(self, key: ObjectKey) -> None:
         """Make the engine's lookups miss what the card holds under `key` now."""

@@ -42,7 +42,7 @@ from .attachment import (
 from .config import parse
 from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
-from .metrics import COUNTERS, metric_name
+from .metrics import Makers, definitions
 from .port_per_rank import card_of, reads_of
 from .rank import RankContext
 from .reports import failure_log
@@ -88,12 +88,9 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
 
     @classmethod
     def build_metric_definitions(cls, extra_config: Mapping[str, Any]) -> dict[str, Any]:
-        """What vLLM's metrics endpoint shows of the manager's counters."""
-        return {
-            metric_name(name): _framework.OffloadingCounterMetadata(documentation=text)
-            for name, (text, counted_by) in COUNTERS.items()
-            if counted_by == "manager"
-        }
+        """What vLLM's metrics endpoint shows of an engine: what manager and ranks count and measure."""
+        makers = Makers(counter=_framework.OffloadingCounterMetadata, histogram=_framework.OffloadingHistogramMetadata)
+        return definitions(makers, detect_live())
 
     def get_manager(self) -> XkvManager:
         """The scheduler's side: attach, wait for the ranks' identities, adopt the namespace."""
@@ -145,6 +142,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 request_context=_framework.RequestOffloadingContext,
                 stats=_framework.OffloadingConnectorStats,
                 load_source=_framework.CacheHitSource.DISK if _framework.CacheHitSource else None,
+                features=self._features,
             ),
         )
 
@@ -252,6 +250,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 load_timeout_s=config.load_timeout_ms / 1000,
                 failure_plan=failure_plan,
                 failures=failures.FailureLog(),
+                recomputes=kv_load_failure_policy(vllm_config) == "recompute",
             ),
             transfer_result=_framework.TransferResult,
         )

@@ -20,7 +20,6 @@ from .copy import Move
 from .jobs import CopyQueue, Job, Plan, Priority
 from .layout import fragment_range
 from .mapping import ChunkPart
-from .metrics import count
 from .rank import RankContext
 from .transfer import XkvTransferSpec
 
@@ -102,7 +101,7 @@ class Stores:
         """On the copy thread: the object's bytes lie in the ring, or will not."""
         context, spec, key = self._context, stored.spec, stored.part.key
         if error is not None:
-            count("worker_errors")
+            self._context.count("worker_errors")
             logger.error("Gathering an object failed", exc_info=error)
         if error is not None or stored.job.cancelled:  # the pages may have changed while they were copied
             context.client.store_region.give(slots)
@@ -117,19 +116,19 @@ class Stores:
             replace=spec.replace[key],
         )
         self._done(stored.job, stored.size)
-        count("store_objects")
-        count("store_bytes", stored.size)
+        self._context.count("store_objects")
+        self._context.count("store_bytes", stored.size)
         context.client.put([put], partial(self._answered, stored.size))
 
     def _answered(self, size: int, answer: StoredObject) -> None:
         """On the client's thread: the gateway has the object, or not; the slots are free again."""
         self._add_ring_bytes([size], sign=-1)
         held = answer.status in (StoreStatus.CONFIRMED, StoreStatus.HELD)
-        count("confirmed_objects" if held else "refused_objects")
+        self._context.count("confirmed_objects" if held else "refused_objects")
 
     def _shed(self, stored: _Object) -> None:
         self._add_ring_bytes([stored.size], sign=-1)
-        count("shed_objects")
+        self._context.count("shed_objects")
         self._context.client.control.add_shed(self._context.rank)
         self._done(stored.job, 0)
 

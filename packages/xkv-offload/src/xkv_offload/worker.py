@@ -21,7 +21,6 @@ from .failures import LoadFailedError
 from .jobs import CopyQueue, Job
 from .loads import Loads
 from .mapping import ChunkPart, MappingError, plan_load, plan_store
-from .metrics import count
 from .rank import RankContext
 from .stores import Stores
 from .transfer import XkvTransferSpec
@@ -152,7 +151,7 @@ class XkvWorker:
         for job in late:
             if not job.done.wait(max(0.0, end - time.monotonic())):
                 job.cancelled = True  # a store of pages that vLLM may overwrite from now on is none
-                count("worker_errors")
+                self._context.count("worker_errors")
                 logger.error("Job %d did not end its copy within %s s", job.job_id, WAIT_SECONDS_MAX)
 
     def shutdown(self) -> None:
@@ -163,7 +162,7 @@ class XkvWorker:
             if not self._thread.is_alive():
                 self._context.mover.close()
         except Exception:
-            count("worker_errors")
+            self._context.count("worker_errors")
             logger.exception("Ending the copies failed")
         finally:
             self._context.client.close()
@@ -183,13 +182,13 @@ class XkvWorker:
                 lone_last_block=context.lone_last_block,
             )
         except MappingError:
-            count("partial_chunks", len(spec.keys))
+            context.count("partial_chunks", len(spec.keys))
             logger.exception("A store's keys and blocks do not match; nothing of it is stored")
             return ()
-        count("partial_chunks", len(plan.left_out))
+        context.count("partial_chunks", len(plan.left_out))
         parts = tuple(part for part in plan.parts if context.layouts[part.group].block_bytes)
         if is_suspect:
-            count("suspect_chunks", len(parts))
+            context.count("suspect_chunks", len(parts))
         return () if is_suspect else parts
 
     def _load_parts(self, spec: XkvTransferSpec, span: _Span) -> Sequence[ChunkPart]:
@@ -244,7 +243,7 @@ class XkvWorker:
         expedited: bool = False,
     ) -> None:
         """Keep an error of ours from vLLM: the job is over, and a load has failed; nothing of it moves any more."""
-        count("worker_errors")
+        self._context.count("worker_errors")
         logger.exception("%s of job %d failed", where, job_id)  # noqa: LOG004 - called in handlers only
         with self._lock:
             begun = self._jobs.get(job_id)
@@ -260,11 +259,13 @@ class XkvWorker:
             with self._lock:
                 work()
         except Exception:
-            count("worker_errors")
+            self._context.count("worker_errors")
             logger.exception("Giving up loads failed")
 
     def _report_failure(self, job: Job) -> None:
-        count("failed_load_jobs")
+        self._context.count("failed_load_jobs")
+        if self._context.recomputes:
+            self._context.count("recomputed_jobs")
         plan = self._context.failure_plan
         if plan.channel == "verified":
             raise LoadFailedError(
@@ -297,7 +298,7 @@ class XkvWorker:
                         return
                 work()
             except Exception:
-                count("worker_errors")
+                self._context.count("worker_errors")
                 logger.exception("A copy failed")
 
 

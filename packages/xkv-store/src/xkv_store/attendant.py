@@ -1,4 +1,4 @@
-"""Answers tools that ask what the card holds, and takes off it what they name.
+"""Answers tools that ask what the card holds, and why not, and takes off it what they name.
 
 Owns: from a tool's question to its one answer: pages that fit a message, and what a purge does to each object.
 Must not know: sockets, sessions, how a card is read. All of it runs on the event loop's thread.
@@ -10,12 +10,19 @@ import logging
 from collections import Counter
 from typing import TYPE_CHECKING, TypeAlias
 
+from . import history
+from .departures import Reason
 from .errors import MediumError, PeerError
+from .geometry import NAMESPACE_BYTES
 from .wire import bounded_text, split_listed_namespaces
 from .wire_tools import (
     NAMESPACES_LISTED_MAX,
     OBJECTS_LISTED_MAX,
     REASON_CHARS_MAX,
+    Departed,
+    Explain,
+    Explained,
+    ExplainedObject,
     ListedNamespace,
     ListedNamespaces,
     ListedObject,
@@ -24,15 +31,19 @@ from .wire_tools import (
     ListObjects,
     Purge,
     Purged,
+    RefusedStores,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from .card import Card
+    from .departures import Departure
 
 log = logging.getLogger(__name__)
 
-Question: TypeAlias = ListNamespaces | ListObjects | Purge
-Answer: TypeAlias = ListedNamespaces | ListedObjects | Purged
+Question: TypeAlias = ListNamespaces | ListObjects | Purge | Explain
+Answer: TypeAlias = ListedNamespaces | ListedObjects | Purged | Explained
 
 
 class Attendant:
@@ -59,6 +70,8 @@ class Attendant:
                 return ListedObjects(ask, tuple(listed), further, "")
             case Purge():
                 return self._purge(question, now_ns)
+            case Explain():
+                return self._explain(question)
 
     def _namespaces(self, ask: int, after: bytes) -> ListedNamespaces:
         found, more = self._card.contents.namespaces(after, NAMESPACES_LISTED_MAX)
@@ -76,6 +89,29 @@ class Attendant:
         first = split_listed_namespaces(listed)
         return ListedNamespaces(ask, first, more=more or len(first) < len(listed), reason="")
 
+    def _explain(self, question: Explain) -> Explained:
+        try:
+            found = history.of_card(self._card, question.keys)
+        except MediumError as error:
+            return Explained(question.ask, (), (), 0, 0, str(error)[:REASON_CHARS_MAX])
+        told = []
+        for one in found.objects:
+            generation, length = (one.held.generation, one.held.length) if one.held is not None else (0, 0)
+            told.append(ExplainedObject(generation, length, one.coming, _told(one.left), _told(one.refused)))
+        refused = [
+            RefusedStores(
+                name,
+                shed=counts[Reason.SHED],
+                over_quota=counts[Reason.OVER_QUOTA],
+                failed=counts[Reason.FAILED],
+                invalid=counts[Reason.INVALID],
+            )
+            for name, counts in found.refused.items()
+            if len(name) == NAMESPACE_BYTES
+        ]
+        since = (found.left_since_ms, found.refused_since_ms)
+        return Explained(question.ask, tuple(told), tuple(refused), *since, "")
+
     def _purge(self, question: Purge, now_ns: int) -> Purged:
         objects = object_bytes = 0
         later: list[int] = []
@@ -92,3 +128,7 @@ class Attendant:
         forgotten = sum(self._card.contents.forget_namespace(one) for one in question.namespaces)
         self.counters["purges"] += 1
         return Purged(question.ask, objects, object_bytes, tuple(later), forgotten)
+
+
+def _told(departures: Iterable[Departure]) -> tuple[Departed, ...]:
+    return tuple(Departed(one.reason, one.generation, one.when_ms) for one in departures)

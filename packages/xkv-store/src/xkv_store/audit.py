@@ -7,7 +7,7 @@ that may die of it. Must not know who is told, or how an object is proved.
 import os
 import signal
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from .card_folder import check_meta, kernel_boot_id, lock_card, open_databases
 from .card_options import MEDIA, CardOptions
 from .database import Database
+from .departures import Departures, Reason
 from .errors import LACKING, MediumError, UserError
 from .geometry import Geometry
 from .index import CLOSED, SCAN_BATCH, Index, RemoveNamespace, RemoveObject, is_doubted
@@ -86,6 +87,24 @@ class ClosedCard:
     def from_slots(self, but: Used | None = None) -> Rebuilt:
         """The whole objects that slot headers tell of, without those in the slots of `but`."""
         return rebuild(self.databases, self.uuid, self.geometry, but)
+
+    def departures(self, index: Index) -> Departures:
+        """Why objects have left it, as its last gateway has kept that; with what is not known since then."""
+        meta = index.meta()
+        return Departures.load(
+            self.options.folder,
+            card_uuid=self.uuid,
+            boots=meta.boots + 1,
+            slots=sum(self.slots),
+            is_new=not meta.boots,
+        )
+
+    def note_left(self, index: Index, objects: Iterable[tuple[bytes, int]], reason: Reason) -> None:
+        """Keep that these (key, generation) have left, for whoever asks."""
+        departures = self.departures(index)
+        for key, generation in objects:
+            departures.left(key, reason, generation)
+        departures.save(self.options.folder, self.uuid, index.meta().boots)
 
     def remove(self, index: Index, keys: Sequence[bytes], namespaces: Sequence[bytes] = ()) -> None:
         """Take these objects, and what was published of these namespaces, out of the index, durably.

@@ -18,6 +18,7 @@ from typing import Any
 from .card_folder import GENERATIONS_PER_CEILING, Opened, open_folder
 from .card_options import CardOptions
 from .contents import Contents
+from .departures import Reason
 from .errors import MediumError
 from .eviction import Budget, Sieve
 from .extents import Run, SlotAllocator, place
@@ -86,6 +87,7 @@ class Card:
         self._accounts.load(opened.loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
         self._commit_after_ns = 0
+        self.departures = opened.departures
         self._counters: Counter[str] = Counter()
         self._logged_ns = -LOG_INTERVAL_NS
         capacity = max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
@@ -105,17 +107,20 @@ class Card:
     ) -> PutPlan | PutRefusal:
         """Grant slots for an object, or say why not. With `replace` an object of that key gives way."""
         plan = self._begin_put(key, length, family, position, replace, now_ns)
-        if isinstance(plan, PutRefusal):
+        if plan is PutRefusal.BUSY or plan is PutRefusal.HELD:
             self._counters[f"puts_{plan.value}"] += 1
+        elif isinstance(plan, Reason):
+            self.departures.refused(key.encode(), plan)
+            return PutRefusal.INVALID if plan is Reason.INVALID else PutRefusal.SHED
         return plan
 
     def _begin_put(  # noqa: PLR0917 -- as above
         self, key: ObjectKey, length: int, family: int, position: int, replace: bool, now_ns: int
-    ) -> PutPlan | PutRefusal:
+    ) -> PutPlan | PutRefusal | Reason:
         fragments = self.geometry.fragments(length)
         fits = 0 <= family <= FAMILY_MAX and 0 <= position <= POSITION_MAX
         if length < 1 or fragments > FRAGMENTS_MAX or not fits:
-            return PutRefusal.INVALID
+            return Reason.INVALID
         encoded = key.encode()
         if encoded in self._flying:
             return PutRefusal.BUSY
@@ -126,20 +131,16 @@ class Card:
         limbo_takes = old is None or self._limbo_takes(self.geometry.fragments(old.length))
         may_come = limbo_takes and not self._overlay.full and self._generation_left()
         if not (may_come and self._within_quota(key.namespace, fragments, now_ns)):
-            return PutRefusal.SHED
+            return Reason.OVER_QUOTA if may_come else Reason.SHED
         self._pressure.advance(now_ns)
         self._pressure.put(fragments)
         runs = place(
-            self._allocators,
-            fragments,
-            self._next_database,
-            part_slots_min=PART_SLOTS_MIN,
-            extents_max=EXTENTS_MAX,
+            self._allocators, fragments, self._next_database, part_slots_min=PART_SLOTS_MIN, extents_max=EXTENTS_MAX
         )
         if runs is None:
             self._pressure.refused(fragments)
             self._evict(now_ns)
-            return PutRefusal.SHED
+            return Reason.SHED
         self._next_database = (self._next_database + 1) % len(self._allocators)
         self._generation += 1
         extents = tuple(Extent(database, first, slots) for database, (first, slots) in runs)
@@ -155,7 +156,6 @@ class Card:
         account = self._accounts.of(namespace)
         if account.admits(slots, now_ns):
             return True
-        self._counters["puts_over_quota"] += 1
         self._evict_own(account, now_ns, Budget(EVICTION_STEPS_MAX))
         return False
 
@@ -167,14 +167,14 @@ class Card:
         account = self._accounts.of(plan.key.namespace)
         account.in_flight -= plan.fragments
         if error is not None:
-            self._counters["puts_failed"] += 1
+            self.departures.refused(plan.encoded_key, Reason.FAILED)
             self._chunk_rests(plan.encoded_key)
             self._give(plan.extents)
             return
         old = self._record(plan.encoded_key)
         ghost = None
         if old is not None:
-            self._counters["replaced"] += 1
+            self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
             ghost = self._to_limbo(plan.encoded_key, old, now_ns, readable=True)
         record = Record(plan.generation, plan.length, plan.family, plan.position, plan.extents)
         self._overlay.set(plan.encoded_key, record, ghost)
@@ -225,8 +225,7 @@ class Card:
         record = self._record(encoded)
         if record is None or record.generation != generation:
             return
-        self._counters[f"dropped_{reason}"] += 1
-        self._leave(key, encoded, record, 0, readable=False)
+        self._leave(key, encoded, record, 0, Reason(reason))
 
     def purge(self, encoded: bytes, generation: int, now_ns: int) -> int | None:
         """That object leaves as an evicted one does. Its length; 0: it is gone; None: limbo has no room. PeerError."""
@@ -235,8 +234,7 @@ class Card:
             return 0
         if self._overlay.full or not self._limbo_takes(self.geometry.fragments(record.length), PURGE_LIMBO_SHARE):
             return None
-        self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, readable=True)
-        self._counters["purged_objects"] += 1
+        self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, Reason.PURGED)
         return record.length
 
     def touch(self, tags: Iterable[int]) -> None:
@@ -306,11 +304,15 @@ class Card:
             if step.generation:
                 plan = self._uncommitted.pop(step.generation)
                 self._chunk_rests(plan.encoded_key)
-                self._counters["puts_failed"] += 1
+                self.departures.refused(plan.encoded_key, Reason.FAILED)
                 plans.append(plan)
         return plans
 
     # --- what there is: main thread -----------------------------------------------------------------------
+
+    def is_coming(self, encoded: bytes) -> bool:
+        """Whether an object of this key's chunk is being put, or waits for its commit."""
+        return encoded[:-RANK_BYTES] in self._busy_chunks
 
     @property
     def objects(self) -> int:
@@ -324,16 +326,12 @@ class Card:
 
     def counters(self) -> dict[str, int]:
         """What has happened in this life of the card."""
-        return dict(self._counters)
+        return {**self._counters, **self.departures.counters}
 
     def slots(self) -> dict[str, int]:
         """Where every slot is: free, in flight, used or in limbo; the four make up `slots_total`."""
-        return {
-            "free": self._free_slots(),
-            "in_flight": self._flying_slots,
-            "used": self._used_slots,
-            "limbo": self._limbo.slots,
-        }
+        used, limbo = self._used_slots, self._limbo.slots
+        return {"free": self._free_slots(), "in_flight": self._flying_slots, "used": used, "limbo": limbo}
 
     def status(self) -> dict[str, Any]:
         """For people and metrics: sizes, counts, how the card was opened."""
@@ -411,6 +409,7 @@ class Card:
                 database.sync()
             reached("close.synced")
             self._index.end_cleanly()
+            self.departures.save(self.folder, self.uuid, self._boots)
         finally:
             self.abandon()
 
@@ -478,8 +477,10 @@ class Card:
         self._bytes -= record.length
         return ghost
 
-    def _leave(self, key: ObjectKey, encoded: bytes, record: Record, now_ns: int, *, readable: bool) -> None:
+    def _leave(self, key: ObjectKey, encoded: bytes, record: Record, now_ns: int, reason: Reason) -> None:
         """Out of the table and the index, into limbo."""
+        readable = reason in (Reason.EVICTED, Reason.PURGED)
+        self.departures.left(encoded, reason, record.generation)
         self.table.remove_rank(key.tag, key.bit)
         self._overlay.remove(encoded, self._to_limbo(encoded, record, now_ns, readable=readable))
 
@@ -510,8 +511,7 @@ class Card:
                 reached("evict.begin")
                 self._counters["evicted_chunks"] += 1
                 for encoded, record in chunk:
-                    self._counters["evicted_objects"] += 1
-                    self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, readable=True)
+                    self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, Reason.EVICTED)
                 reached("evict.removed")
         except MediumError as error:
             self._counters["index_errors"] += 1

@@ -1,6 +1,6 @@
 """A card's folder: its lock, making a card in it, and opening the card that is there.
 
-Owns the folder's layout (`lock`, `making`, `index/`, `db-N.xkv`), and the decision between making,
+Owns the folder's layout (`lock`, `making`, `index/`, `db-N.xkv`, `departures`), and the decision between making,
 opening and mending. Must not know puts, gets or sessions.
 
 A folder with the file `making` holds a card that was never finished, so that nothing in it can be lost.
@@ -19,6 +19,8 @@ from pathlib import Path
 from .card_lock import CardInUseError, lock_folder
 from .card_options import MEDIA, CardOptions
 from .database import BusyDatabaseError, Database, device_bytes, new_superblock, read_superblock
+from .departures import FILE_NAME as DEPARTURES
+from .departures import Departures
 from .errors import LACKING, MediumError, UserError
 from .geometry import (
     DATA_OFFSET,
@@ -62,6 +64,7 @@ class Opened:
     generation_ceiling: int
     boots: int
     rebuilt: bool
+    departures: Departures
 
 
 def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
@@ -319,6 +322,11 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
             database.close()
         raise
     log.info("card %s: %d objects in %d slots", one.card_uuid.hex(), len(loaded.tags), slots_total)
+    if rebuilt:  # lives are counted anew
+        with suppress(OSError):
+            (folder / DEPARTURES).unlink()
+    is_new = meta.generation_ceiling == GENERATIONS_PER_CEILING
+    departures = Departures.load(folder, card_uuid=one.card_uuid, boots=meta.boots, slots=slots_total, is_new=is_new)
     return Opened(
         lock_fd,
         one.card_uuid,
@@ -330,6 +338,7 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
         meta.generation_ceiling,
         meta.boots,
         rebuilt,
+        departures,
     )
 
 

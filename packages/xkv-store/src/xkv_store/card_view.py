@@ -12,10 +12,11 @@ from contextlib import closing, contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, Final, Protocol
 
-from . import contents, sockets
+from . import contents, history, sockets
 from .audit import closed_card
 from .card_lock import CardInUseError
 from .card_options import GRACE_MS_MAX, CardOptions
+from .departures import Reason
 from .errors import MediumError, UserError
 from .served import serves, serving
 from .tool import Tool
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
     from .audit import ClosedCard
     from .contents import HeldNamespace, HeldObject
+    from .history import Histories
     from .index import Index
 
 PURGE_RETRY_S: Final = 0.2  # limbo gives room at the earliest when the next grace time ends
@@ -46,6 +48,9 @@ class CardView(Protocol):
 
     def objects(self, prefix: bytes) -> Iterator[HeldObject]:
         """Every object whose key begins with `prefix`, in the order of keys."""
+
+    def explain(self, keys: Sequence[bytes]) -> Histories:
+        """What is known of the objects with these keys, in their order."""
 
     def purge(self, objects: Iterable[HeldObject]) -> Iterator[tuple[int, int]]:
         """Let these leave; (objects, their bytes) that have left, bit by bit. Those that are gone are passed over."""
@@ -94,10 +99,15 @@ class _Closed:
     def objects(self, prefix: bytes) -> Iterator[HeldObject]:
         return contents.all_objects(self._index, prefix)
 
+    def explain(self, keys: Sequence[bytes]) -> Histories:
+        found = {key: contents.one_object(self._index, key) for key in keys}
+        return history.of_records(self._card.departures(self._index), found)
+
     def purge(self, objects: Iterable[HeldObject]) -> Iterator[tuple[int, int]]:
         objects = iter(objects)
         while batch := list(islice(objects, REMOVED_AT_ONCE)):
             self._card.remove(self._index, [one.key for one in batch])
+            self._card.note_left(self._index, [(one.key, one.generation) for one in batch], Reason.PURGED)
             yield len(batch), sum(one.length for one in batch)
 
     def forget(self, namespaces: Sequence[bytes]) -> int:
@@ -118,6 +128,9 @@ class _Served:
 
     def objects(self, prefix: bytes) -> Iterator[HeldObject]:
         return self._tool.objects(prefix)
+
+    def explain(self, keys: Sequence[bytes]) -> Histories:
+        return self._tool.explain(keys)
 
     def purge(self, objects: Iterable[HeldObject]) -> Iterator[tuple[int, int]]:
         objects = iter(objects)

@@ -19,6 +19,7 @@ from . import (
     commands_doctor,
     commands_gateway,
     commands_verify,
+    commands_why,
     contributed,
 )
 from .console import Output
@@ -31,7 +32,7 @@ EXIT_FAILURE: Final = 1
 EXIT_MISTAKE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
-_OWN: Final = (commands_gateway, commands_contents, commands_verify, commands_doctor)
+_OWN: Final = (commands_gateway, commands_contents, commands_verify, commands_doctor, commands_why)
 
 
 def _say_version(asked: bool) -> None:

@@ -80,6 +80,11 @@ class Contents:
                 found.append(HeldObject(key, record.generation, record.length, record.position))
         return found, _behind(page[-1][0]) if len(page) == limit else b""
 
+    def find(self, encoded: bytes) -> HeldObject | None:
+        """The object of this key, committed or not. MediumError."""
+        record = self._overlay.record(encoded)
+        return None if record is None else HeldObject(encoded, record.generation, record.length, record.position)
+
     def namespaces(self, after: bytes, limit: int) -> tuple[list[HeldNamespace], bool]:
         """The next `limit` namespaces that hold something or were published; whether there are more."""
         described = self._index.namespaces(after, limit + 1)
@@ -139,6 +144,13 @@ def all_objects(index: Index, prefix: bytes = b"") -> Iterator[HeldObject]:
             if record is not None:
                 yield HeldObject(key, record.generation, record.length, record.position)
         start = page[-1][0] + b"\0"
+
+
+def one_object(index: Index, key: bytes) -> HeldObject | None:
+    """The object of this key; None also of an entry that is damaged."""
+    packed = index.get(key)
+    record = None if packed is None else _parse(packed)
+    return None if record is None else HeldObject(key, record.generation, record.length, record.position)
 
 
 def all_namespaces(index: Index, geometry: Geometry) -> list[HeldNamespace]:

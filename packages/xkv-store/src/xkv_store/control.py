@@ -24,9 +24,13 @@ from .ring import check_sealed_memory, make_sealed_memory, map_shared, memory_id
 from .wire import RANKS_MAX
 
 MAGIC: Final = b"XKVCTRL1"
-VERSION: Final = 2
+VERSION: Final = 3
 DENIALS_PER_RANK: Final = 1_024
 """A poll comes with every lookup batch; more failed loads than this in between is a dead medium."""
+COUNTERS_PER_RANK: Final = 64
+"""What a rank counts, for its engine's scheduler; the page knows the numbers of the counters, and no meaning."""
+COUNT_BELIEVED_MAX: Final = 1 << 50
+"""Between two readings: a petabyte is more than any rank moves meanwhile."""
 
 HEADER: Final = struct.Struct("<8sHHI16s")  # magic, version, ranks, denials per rank, boot id
 HEARTBEAT_OFFSET: Final = 32
@@ -58,9 +62,14 @@ def denials_offset(ranks: int) -> int:
     return -(-end // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
 
 
+def counters_offset(ranks: int) -> int:
+    """Where the first rank's counters begin: behind all denial logs, which end at a multiple of 4,096."""
+    return denials_offset(ranks) + DENIAL_BYTES * DENIALS_PER_RANK * ranks
+
+
 def page_bytes(ranks: int) -> int:
     """The whole page's size, a multiple of 4,096."""
-    end = denials_offset(ranks) + DENIAL_BYTES * DENIALS_PER_RANK * ranks
+    end = counters_offset(ranks) + _WORD * COUNTERS_PER_RANK * ranks
     return -(-end // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
 
 
@@ -83,6 +92,7 @@ class ControlPage:
         self._words = memoryview(self._map).cast("Q")
         self._barrier = threading.Lock()
         self._log_word = denials_offset(ranks) // _WORD
+        self._counters_word = counters_offset(ranks) // _WORD
 
     @classmethod
     def create(cls, ranks: int, boot_id: bytes) -> ControlPage:
@@ -194,6 +204,13 @@ class ControlPage:
         with self._barrier:
             self._words[word] = (self._words[word] + objects) & _U64_MASK
 
+    def add_count(self, rank: int, number: int, amount: int) -> None:
+        """This rank counts `amount` more, on its counter of that number."""
+        assert 0 <= number < COUNTERS_PER_RANK
+        word = self._counters_word + rank * COUNTERS_PER_RANK + number
+        with self._barrier:
+            self._words[word] = (self._words[word] + amount) & _U64_MASK
+
     # --- everybody reads ---------------------------------------------------------------------------------
 
     @property
@@ -228,6 +245,11 @@ class ControlPage:
     def shed(self) -> int:
         """Objects that the ranks have shed, together."""
         return sum(self._words[self._rank_word(rank, RANK_SHED_OFFSET)] for rank in range(self.ranks))
+
+    def counts(self, rank: int, numbers: int) -> list[int]:
+        """A rank's first `numbers` counters; they begin at 0 with the page, and grow."""
+        first = self._counters_word + rank * COUNTERS_PER_RANK
+        return self._words[first : first + numbers].tolist()
 
     def term(self, rank: int) -> int:
         """A rank's leases hold as long as this stays what it was when its session was welcomed.
@@ -273,6 +295,28 @@ class Denials:
 
 
 _NOTHING: Final = Denials((), overflow=False)
+
+
+class CountReader:
+    """What all ranks have counted since it was asked last. Not for several threads."""
+
+    def __init__(self, page: ControlPage, numbers: int) -> None:
+        self._page = page
+        self._numbers = numbers
+        self._seen = [[0] * numbers for _ in range(page.ranks)]
+
+    def poll(self) -> list[int]:
+        """By counter; a wild value counts nothing."""
+        sums = [0] * self._numbers
+        for rank, seen in enumerate(self._seen):
+            counts = self._page.counts(rank, self._numbers)
+            if counts == seen:
+                continue
+            for number, (now, before) in enumerate(zip(counts, seen, strict=True)):
+                more = (now - before) & _U64_MASK
+                sums[number] += more if more <= COUNT_BELIEVED_MAX else 0
+            self._seen[rank] = counts
+        return sums
 
 
 class DenialReader:

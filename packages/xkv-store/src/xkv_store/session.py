@@ -74,14 +74,14 @@ from .wire import (
     split_loaded,
     split_stored,
 )
-from .wire_tools import ListedNamespaces, ListedObjects, ListNamespaces, ListObjects, Purge, Purged
+from .wire_tools import Explain, Explained, ListedNamespaces, ListedObjects, ListNamespaces, ListObjects, Purge, Purged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .geometry import Geometry
 
-Reply = Namespaces | Status | Done | Verifying | ListedNamespaces | ListedObjects | Purged
+Reply = Namespaces | Status | Done | Verifying | ListedNamespaces | ListedObjects | Purged | Explained
 
 HELLO_DESCRIPTORS: Final = (0, 2)
 """None, or the ring and the control page of an earlier life of the gateway."""
@@ -142,7 +142,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 PERMITTED: Final[dict[Role, frozenset[type]]] = {
     Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, Get, Cancel, AskStatus}),
     Role.RANK: frozenset({PublishNamespace, Put, Get, Lease, Release, Cancel, AskStatus}),
-    Role.TOOL: frozenset({AskStatus, Stop, Verify, ListNamespaces, ListObjects, Purge}),
+    Role.TOOL: frozenset({AskStatus, Stop, Verify, ListNamespaces, ListObjects, Purge, Explain}),
 }
 
 
@@ -445,7 +445,7 @@ def _plain_action(message: FromClient) -> Action:
             return StopGateway(ask)
         case Verify(ask, drop):
             return VerifyCard(ask, drop)
-        case ListNamespaces() | ListObjects() | Purge():
+        case ListNamespaces() | ListObjects() | Purge() | Explain():
             return AnswerTool(message)
         case _:
             raise PeerError(f"{type(message).__name__} after Welcome")

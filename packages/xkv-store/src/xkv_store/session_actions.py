@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .key import ObjectKey
     from .wire import FromGateway, GetObject, Hello, LeaseObject, PutObject, RankNamespace
-    from .wire_tools import ListNamespaces, ListObjects, Purge
+    from .wire_tools import Explain, ListNamespaces, ListObjects, Purge
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class VerifyCard:
 class AnswerTool:
     """Answer with `reply`: what the card holds, or what has left it."""
 
-    question: ListNamespaces | ListObjects | Purge
+    question: ListNamespaces | ListObjects | Purge | Explain
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,14 @@ import msgspec
 
 from . import sockets, wire
 from .contents import HeldNamespace, HeldObject
+from .departures import REFUSALS, Departure
 from .errors import MediumError, PeerError, UserError
+from .history import Histories, ObjectHistory
 from .wire_tools import (
+    OBJECTS_EXPLAINED_MAX,
+    Departed,
+    Explain,
+    Explained,
     ListedNamespaces,
     ListedObjects,
     ListNamespaces,
@@ -78,6 +84,10 @@ def _is_readable(watched: socket.socket | int, wait_s: float) -> bool:
 def _check_told(reason: str) -> None:
     if reason:
         raise MediumError(0, f"the gateway cannot say what the card holds: {reason}")
+
+
+def _of(told: Sequence[Departed]) -> list[Departure]:
+    return [Departure(one.reason, one.generation, one.when_ms) for one in told]
 
 
 class Tool:
@@ -184,6 +194,24 @@ class Tool:
         wanted = tuple(PurgeObject(one.key, one.generation) for one in objects)
         self._send(Purge(self._asked, wanted, tuple(namespaces)))
         return self._await(Purged)
+
+    def explain(self, keys: Sequence[bytes]) -> Histories:
+        """What is known of the objects with these keys. UserError, MediumError."""
+        found = Histories()
+        for first in range(0, len(keys), OBJECTS_EXPLAINED_MAX):
+            some = tuple(keys[first : first + OBJECTS_EXPLAINED_MAX])
+            self._asked += 1
+            self._send(Explain(self._asked, some))
+            page = self._await(Explained)
+            _check_told(page.reason)
+            for key, one in zip(some, page.objects, strict=True):
+                held = HeldObject(key, one.generation, one.length, 0) if one.generation else None
+                found.objects.append(ObjectHistory(key, held, one.coming, _of(one.left), _of(one.refused)))
+            for of in page.refused:
+                counts = (of.shed, of.over_quota, of.failed, of.invalid)
+                found.refused[of.namespace] = dict(zip(REFUSALS, counts, strict=True))
+            found.left_since_ms, found.refused_since_ms = page.left_since_ms, page.refused_since_ms
+        return found
 
     def close(self) -> None:
         """End the session."""

@@ -12,6 +12,7 @@ from .card import Card
 from .card_folder import open_folder
 from .card_options import CardOptions
 from .database import aligned_slots
+from .departures import Reason
 from .errors import CorruptObject, MediumError, OtherObject, PeerError
 from .index import Index
 from .key import ObjectKey
@@ -99,7 +100,7 @@ class _Verifier:
         self._drop = drop
         self._medium = Medium(card.databases, card.geometry, card.uuid)
         self._slots = aligned_slots(READ_SLOTS_MAX, card.geometry.slot_bytes)
-        self._dropped: list[bytes] = []
+        self._dropped: dict[bytes, int] = {}
 
     def run(self) -> Iterator[Finding]:
         good, used = self._card.survey(self._index)
@@ -113,7 +114,8 @@ class _Verifier:
                 yield found
         finally:
             if self._dropped:
-                self._card.remove(self._index, self._dropped)
+                self._card.remove(self._index, list(self._dropped))
+                self._card.note_left(self._index, self._dropped.items(), Reason.CORRUPT)
         # What lies in slots that the index names has just been proved; what is elsewhere is its loss, or has left.
         rebuilt = self._card.from_slots(but=used).objects
         missed = [key for key, record in rebuilt.items() if key in damaged or self._is_newer(key, record)]
@@ -137,7 +139,7 @@ class _Verifier:
         if entry_is_good:
             problem, misplaced, bad = self._prove(key, record)
         if bad and self._drop:
-            self._dropped.append(key)
+            self._dropped[key] = record.generation
         return Verified(key, record.generation, record.length, problem, misplaced, bad and self._drop)
 
     def _prove(self, key: bytes, record: Record) -> tuple[str, bool, bool]:

@@ -15,6 +15,8 @@ import msgspec
 from .errors import PeerError
 from .ring import RingUse
 from .wire_tools import (
+    Explain,
+    Explained,
     ListedNamespace,
     ListedNamespaces,
     ListedObjects,
@@ -374,9 +376,9 @@ class Verifying(Message, frozen=True):
 
 
 FromRank = Hello | PublishNamespace | AskNamespaces | Put | Get | Lease | Release | Touch | Cancel | AskStatus
-FromClient = FromRank | Stop | Verify | ListNamespaces | ListObjects | Purge
+FromClient = FromRank | Stop | Verify | ListNamespaces | ListObjects | Purge | Explain
 ToEngine = Welcome | Refused | Namespaces | Stored | Loaded | Leased | Status
-FromGateway = ToEngine | Done | Verifying | ListedNamespaces | ListedObjects | Purged
+FromGateway = ToEngine | Done | Verifying | ListedNamespaces | ListedObjects | Purged | Explained
 
 _Wire = TypeVar("_Wire")
 _Item = TypeVar("_Item")

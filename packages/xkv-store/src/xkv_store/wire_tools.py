@@ -1,4 +1,4 @@
-"""The messages by which a tool looks at what a card holds, and takes something off it (docs/protocol.md).
+"""The messages by which a tool looks at what a card holds, asks why not, and takes something off it (docs/protocol.md).
 
 Owns: these messages and their bounds. Must not know: sockets, sessions, or how a card finds what it is asked for.
 
@@ -11,6 +11,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from .departures import TOLD_MAX, Reason
 from .wire_types import U32, U64, Key, KeyPart, Message, Namespace, Part
 
 OBJECTS_LISTED_MAX: Final = 256
@@ -21,6 +22,8 @@ OBJECTS_PURGED_MAX: Final = 64
 """Of one message: two milliseconds of the event loop."""
 NAMESPACES_FORGOTTEN_MAX: Final = 64
 """Of one message."""
+OBJECTS_EXPLAINED_MAX: Final = 16
+"""Of one message: three milliseconds of the event loop, which looks through the records for each."""
 REASON_CHARS_MAX: Final = 500
 """Of why an answer is none: it fits beside all else."""
 
@@ -107,3 +110,59 @@ class Purged(Message, frozen=True):
     object_bytes: U64
     later: tuple[U32, ...]
     namespaces: U64
+
+
+class Explain(Message, frozen=True):
+    """What is known of the objects with these keys?"""
+
+    ask: U64
+    keys: Annotated[tuple[Key, ...], msgspec.Meta(min_length=1, max_length=OBJECTS_EXPLAINED_MAX)]
+
+
+class Departed(Part, frozen=True):
+    """An object that left the card, or (generation 0) a store that came to nothing; `when_ms` since 1970."""
+
+    reason: Reason
+    generation: U64
+    when_ms: U64
+
+
+_Departures = Annotated[tuple[Departed, ...], msgspec.Meta(max_length=TOLD_MAX)]
+
+
+class ExplainedObject(Part, frozen=True):
+    """What is known of one key. `generation`, `length`: 0 where the card does not hold it.
+
+    `coming`: something of its chunk is being put; `left`, `refused`: the newest first.
+    """
+
+    generation: U64
+    length: U64
+    coming: bool
+    left: _Departures
+    refused: _Departures
+
+
+class RefusedStores(Part, frozen=True):
+    """How many stores of a namespace came to nothing since the gateway's start."""
+
+    namespace: Namespace
+    shed: U64
+    over_quota: U64
+    failed: U64
+    invalid: U64
+
+
+class Explained(Message, frozen=True):
+    """By key, in the order of the question; the refused stores of the keys' namespaces.
+
+    `left_since_ms`, `refused_since_ms`: the records miss nothing since then (0: since the card was made).
+    `reason`: as above.
+    """
+
+    ask: U64
+    objects: tuple[ExplainedObject, ...]
+    refused: tuple[RefusedStores, ...]
+    left_since_ms: U64
+    refused_since_ms: U64
+    reason: str
