@@ -7,7 +7,10 @@ Must not know: how anything is measured.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,20 @@ class Part:
 
     figures: dict[str, float] = field(default_factory=dict)
     details: list[str] = field(default_factory=list)
+
+    def worst(self, key: str, value: float) -> None:
+        """Give a figure of which less is better, unless it has been worse under other circumstances."""
+        self.figures[key] = max(value, self.figures.get(key, value))
+
+
+def at_percent(values: Sequence[float], percent: int) -> float:
+    """The value at a percentile: 50 is the (upper) median."""
+    return sorted(values)[min(len(values) - 1, len(values) * percent // 100)]
+
+
+def percentiles(values: Sequence[float], unit: str) -> str:
+    """Median and 99th percentile, for people."""
+    return f"p50 {at_percent(values, 50):.2f}, p99 {at_percent(values, 99):.2f} {unit}"
 
 
 def table(figures: dict[str, float]) -> str:

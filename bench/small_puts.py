@@ -27,6 +27,7 @@ ROUND: Final = 512  # objects between two looks at whether to stop
 RING_BYTES: Final = 128 * MIB  # 256 slots for puts: eight batches on their way
 WAIT_S_MAX: Final = 60.0
 NAMESPACE: Final = b"bench-small-puts"
+ENGINE: Final = "bench-small-puts"  # of the process that puts while something else is measured
 OBJECTS_MAX: Final = 150_000  # of one card: less than what is free on the card of a million, so nothing leaves
 
 _PROCESSES: Final = multiprocessing.get_context("spawn")
@@ -83,7 +84,7 @@ def putting(socket: Path, first: int) -> Iterator[None]:
 
 
 def _put_until_told(socket: Path, first: int, pipe: Connection) -> None:
-    client = attach(socket, Role.RANK, ring_bytes=RING_BYTES)
+    client = attach(socket, Role.RANK, ring_bytes=RING_BYTES, engine=ENGINE)
     number = first
     while not pipe.poll() and number < first + OBJECTS_MAX:
         put_many(client, number, ROUND)
