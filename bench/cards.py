@@ -65,7 +65,7 @@ class Keys:
 
 def _hashes(count: int, *, seed: int) -> Bytes:
     random = np.random.default_rng(seed)
-    hashes = np.frombuffer(random.bytes(count * HASH_BYTES), np.uint8).reshape(count, HASH_BYTES).copy()
+    hashes: Bytes = random.integers(0, 256, (count, HASH_BYTES), np.uint8)
     fronts = np.sort(random.integers(0, 1 << 64, count, np.uint64))
     if (fronts[1:] == fronts[:-1]).any():
         raise RuntimeError("two hashes begin alike: take another seed")

@@ -126,9 +126,7 @@ class BenchGateway:
         return value
 
 
-def attach(
-    socket: Path, role: Role, *, ring_bytes: int, engine: str = ENGINE, rank: int = 0, ranks: int = 1
-) -> Client:
+def attach(socket: Path, role: Role, *, ring_bytes: int, engine: str = ENGINE, rank: int = 0, ranks: int = 1) -> Client:
     """Attach to the gateway on `socket`."""
     return Client.attach(
         Attachment(

@@ -79,7 +79,8 @@ def run(gateway: BenchGateway, keys: Keys, name: str, *, quick: bool) -> Part:
             measure("gateway stopped", with_single=False)
             time.sleep(HEARTBEAT_MS_MAX / 1e3)
             for ranks, prefixes in managers.items():
-                part.details.append(f"{ranks} ranks, gateway stopped too long: {prefixes.miss_us():.1f} µs until the miss")
+                late = f"{prefixes.miss_us():.1f} µs until the miss"
+                part.details.append(f"one key, {ranks} ranks, gateway stopped for longer than is believed: {late}")
     return part
 
 

@@ -56,6 +56,11 @@ class Part:
         """Give a figure of which less is better, unless it has been worse under other circumstances."""
         self.figures[key] = max(value, self.figures.get(key, value))
 
+    def add(self, other: Part) -> None:
+        """Take over what another part has measured."""
+        self.figures |= other.figures
+        self.details += other.details
+
 
 def at_percent(values: Sequence[float], percent: int) -> float:
     """The value at a percentile: 50 is the (upper) median."""

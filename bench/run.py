@@ -74,9 +74,9 @@ def _run_parts(folder: Path, *, quick: bool) -> tuple[Part, list[str]]:
 
     with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as own:
         run_part("throughput", lambda: throughput.run(Path(own), quick=quick))
-    with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as own:
-        for name, part in starts.run(Path(own), quick=quick):
-            run_part(name, part)
+    for size in starts.SIZES_QUICK if quick else starts.SIZES:
+        with tempfile.TemporaryDirectory(dir=folder, prefix="bench-") as own:
+            run_part(f"index of {size.name}", lambda own=own, size=size: starts.run(Path(own), size, quick=quick))
     return result, failed
 
 

@@ -7,6 +7,7 @@ Must not know: what is measured meanwhile.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -26,7 +27,7 @@ BATCH: Final = 32  # objects of one message
 ROUND: Final = 512  # objects between two looks at whether to stop
 RING_BYTES: Final = 128 * MIB  # 256 slots for puts: eight batches on their way
 WAIT_S_MAX: Final = 60.0
-NAMESPACE: Final = b"bench-small-puts"
+NAMESPACE: Final = os.urandom(16)  # of each process its own: nothing of another one's is in its way
 ENGINE: Final = "bench-small-puts"  # of the process that puts while something else is measured
 OBJECTS_MAX: Final = 150_000  # of one card: less than what is free on the card of a million, so nothing leaves
 

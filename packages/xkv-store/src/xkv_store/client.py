@@ -145,6 +145,13 @@ class Client:
         control = memory.control
         return time.monotonic_ns() - control.heartbeat_ns <= self._heartbeat_ns_max and not control.draining
 
+    def serves(self) -> bool:
+        """Alive, and all ranks of the engine are attached. As cheap: the scheduler asks at each lookup."""
+        memory = self._memory
+        if memory is None or not self._connected:
+            return False
+        return memory.control.serves(time.monotonic_ns() - self._heartbeat_ns_max)
+
     @property
     def epoch(self) -> int:
         """How often this client has been attached."""
@@ -158,7 +165,9 @@ class Client:
     @property
     def table(self) -> TableReader:
         """The lookup table of the gateway's present life: ask for it again for each batch of lookups."""
-        return self._attached_memory().table
+        memory = self._memory
+        assert memory is not None, "before attach"
+        return memory.table
 
     @property
     def control(self) -> ControlPage:
