@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -72,11 +72,9 @@ class BenchGateway:
         """Where it listens."""
         return Path(self.ready["socket"])
 
-    def attach(
-        self, role: Role = Role.RANK, *, ring_bytes: int, engine: str = ENGINE, rank: int = 0, ranks: int = 1
-    ) -> Client:
-        """A client: the scheduler of an engine, or one of its ranks. Half of the ring is for loads."""
-        return attach(self.socket, role, ring_bytes=ring_bytes, engine=engine, rank=rank, ranks=ranks)
+    def attach(self, role: Role = Role.RANK, *, ring_bytes: int, **others: Any) -> Client:
+        """A client, as `attach`."""
+        return attach(self.socket, role, ring_bytes=ring_bytes, **others)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
@@ -126,24 +124,26 @@ class BenchGateway:
         return value
 
 
-def attach(socket: Path, role: Role, *, ring_bytes: int, engine: str = ENGINE, rank: int = 0, ranks: int = 1) -> Client:
-    """Attach to the gateway on `socket`."""
-    return Client.attach(
-        Attachment(
-            socket=socket,
-            engine_id=engine,
-            role=role,
-            rank=rank,
-            world_size=ranks,
-            ring_bytes=ring_bytes,
-            load_reserve_bytes=ring_bytes // 2,
-            staged_bytes=0,
-            fragment_bytes=FRAGMENT_BYTES,
-            connect_timeout_ms=20_000,
-            heartbeat_timeout_ms=HEARTBEAT_MS_MAX,
-            embedded=None,
-        )
+def attach(socket: Path, role: Role, *, ring_bytes: int, **others: Any) -> Client:
+    """A client of the gateway on `socket`: alone in its engine unless `others` says so, in `Attachment`'s words.
+
+    Half of the ring is for loads.
+    """
+    usual = Attachment(
+        socket=socket,
+        engine_id=ENGINE,
+        role=role,
+        rank=0,
+        world_size=1,
+        ring_bytes=ring_bytes,
+        load_reserve_bytes=ring_bytes // 2,
+        staged_bytes=0,
+        fragment_bytes=FRAGMENT_BYTES,
+        connect_timeout_ms=20_000,
+        heartbeat_timeout_ms=HEARTBEAT_MS_MAX,
+        embedded=None,
     )
+    return Client.attach(replace(usual, **others))
 
 
 def object_key(namespace: bytes, *numbers: int) -> ObjectKey:

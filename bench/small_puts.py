@@ -85,7 +85,7 @@ def putting(socket: Path, first: int) -> Iterator[None]:
 
 
 def _put_until_told(socket: Path, first: int, pipe: Connection) -> None:
-    client = attach(socket, Role.RANK, ring_bytes=RING_BYTES, engine=ENGINE)
+    client = attach(socket, Role.RANK, ring_bytes=RING_BYTES, engine_id=ENGINE)
     number = first
     while not pipe.poll() and number < first + OBJECTS_MAX:
         put_many(client, number, ROUND)
