@@ -21,7 +21,7 @@ from gateways import MIB, running
 from report import Part
 from transfers import RING_BYTES, SIDES, Load, fill
 
-MEMORY: Final = Path("/dev/shm")  # noqa: S108 - a tmpfs is what is measured
+MEMORY: Final = Path("/dev/shm")
 OVERFILL: Final = 1.3
 LOADS: Final = (
     Load("32m", size=32 * MIB, block=32 * MIB, depth=8, total=512 * MIB),
@@ -83,4 +83,3 @@ def _card(folder: Path, databases: int, runs: int, copy: Copy, part: Part) -> No
                     f"ratios {' '.join(f'{ratio:.2f}' for ratio in ratios)} (median {median(ratios):.2f})"
                 )
         client.close()
-

@@ -27,8 +27,8 @@ from transfers import RING_BYTES, Load, fill, get, put
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from release import Release
     from gateways import BenchGateway
+    from release import Release
     from xkv_store.client import Client
 
 TOTAL: Final = 4_000_000_000
@@ -85,7 +85,9 @@ class Theirs:
 def _theirs(folder: Path, release: Release) -> Iterator[Theirs]:
     script = str(Path(__file__).with_name("vllm_fs.py"))
     command = [release.python, script, str(folder), str(RING_BYTES // 2)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=release.env) as process:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=release.env
+    ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
         try:

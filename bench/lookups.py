@@ -70,7 +70,7 @@ def run(gateway: BenchGateway, keys: Keys, name: str, *, quick: bool) -> Part:
         measure("gateway idle")
         before = client.table.entries
         began = time.monotonic()
-        with small_puts.putting(gateway.socket, first=0):
+        with small_puts.putting(gateway.socket):
             measure("gateway writing")
         rate = (client.table.entries - before) / (time.monotonic() - began)
         part.details.append(f"the gateway wrote {rate:,.0f} table entries a second meanwhile")
@@ -147,7 +147,9 @@ def _engine(gateway: BenchGateway, ranks: int) -> Iterator[Client]:
         roles = [(Role.SCHEDULER, 0), *((Role.RANK, rank) for rank in range(ranks))]
         clients = []
         for role, rank in roles:
-            client = gateway.attach(role, ring_bytes=RING_BYTES, engine_id=f"bench-{ranks}", rank=rank, world_size=ranks)
+            client = gateway.attach(
+                role, ring_bytes=RING_BYTES, engine_id=f"bench-{ranks}", rank=rank, world_size=ranks
+            )
             attached.callback(client.close)
             clients.append(client)
         yield clients[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +17,11 @@ class Release:
     """An environment in which vLLM is installed."""
 
     python: str
+
+    @property
+    def home(self) -> Path:
+        """Where this release keeps what it has found out about models: whoever set up its environment says so."""
+        return Path(os.environ.get("VLLM_CACHE_ROOT") or Path(self.python).parents[1] / "vllm-root")
 
     @property
     def env(self) -> dict[str, str]:

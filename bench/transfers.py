@@ -15,7 +15,7 @@ import numpy as np
 
 from gateways import MIB, object_key
 from xkv_store.client import Client, GetObject, PutObject
-from xkv_store.geometry import SLOT_BYTES, Geometry
+from xkv_store.geometry import Geometry
 from xkv_store.wire import LoadedObject, LoadStatus, StoredObject, StoreStatus
 
 if TYPE_CHECKING:
@@ -148,4 +148,3 @@ def get(client: Client, load: Load, number: int) -> float:
 
 
 SIDES: Final = (Side("put", "write", put), Side("get", "read", get))
-
