@@ -47,7 +47,9 @@ def run(folder: Path, release: Release, *, quick: bool) -> Part:
         for load in LOADS:
             with tempfile.TemporaryDirectory(dir=place, prefix="xkv-bench-") as own:
                 sized = load.other(total=TOTAL_QUICK) if quick else load
-                _compare(Path(own), release, sized, name, 2 if quick else 3, part)
+                ratios, line = _compare(Path(own), release, sized, 2 if quick else 3)
+            part.worst(f"load_vs_vllm_fs_{name}", median(ratios))
+            part.details.append(f"{load.size // MIB:2} MiB at depth {load.depth:2}, {name}: {line}")
     return part
 
 
@@ -96,7 +98,8 @@ def _theirs(folder: Path, release: Release) -> Iterator[Theirs]:
             process.kill()
 
 
-def _compare(folder: Path, release: Release, load: Load, place: str, repeats: int, part: Part) -> None:
+def _compare(folder: Path, release: Release, load: Load, repeats: int) -> tuple[list[float], str]:
+    """The ratios, and a line with the rates and what CPU they took."""
     files = folder / "files"
     files.mkdir()
     with (
@@ -110,16 +113,13 @@ def _compare(folder: Path, release: Release, load: Load, place: str, repeats: in
         pairs = [(_load(gateway, client, load), theirs.move("load", load)) for _ in range(repeats + 1)][1:]
         client.close()
     ratios = sorted(his.seconds / ours.seconds for ours, his in pairs)
-    part.worst(f"load_vs_vllm_fs_{place}", median(ratios))
     gb = load.count * load.size / 1e9
     sides = [
         f"{gb / median(one.seconds for one in side):.2f} GB/s at {median(one.cpu_s for one in side) / gb:.3f} CPU s/GB"
         for side in zip(*pairs, strict=True)
     ]
-    part.details.append(
-        f"{load.size // MIB:2} MiB at depth {load.depth:2}, {place}: {sides[0]}, vLLM's {sides[1]} "
-        f"({theirs.description}); ratios {' '.join(f'{ratio:.2f}' for ratio in ratios)} (median {median(ratios):.2f})"
-    )
+    listed = f"{' '.join(f'{ratio:.2f}' for ratio in ratios)} (median {median(ratios):.2f})"
+    return ratios, f"{sides[0]}, vLLM's {sides[1]} ({theirs.description}); ratios {listed}"
 
 
 def _load(gateway: BenchGateway, client: Client, load: Load) -> Moved:

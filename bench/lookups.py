@@ -147,9 +147,8 @@ def _engine(gateway: BenchGateway, ranks: int) -> Iterator[Client]:
         roles = [(Role.SCHEDULER, 0), *((Role.RANK, rank) for rank in range(ranks))]
         clients = []
         for role, rank in roles:
-            client = gateway.attach(
-                role, ring_bytes=RING_BYTES, engine_id=f"bench-{ranks}", rank=rank, world_size=ranks
-            )
+            others = {"engine_id": f"bench-{ranks}", "rank": rank, "world_size": ranks}
+            client = gateway.attach(role, ring_bytes=RING_BYTES, **others)
             attached.callback(client.close)
             clients.append(client)
         yield clients[0]

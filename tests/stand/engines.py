@@ -217,7 +217,7 @@ class Engine:
         return self.finish_generate()
 
     def decode_steps(self, prompts: list[list[int]], *, steps: int) -> list[float]:
-        """Seconds of some `steps` steps in which nothing is done but to decode all of `prompts`; then all is drained."""
+        """Seconds of each of some `steps` steps that do nothing but decode all of `prompts`; then all is drained."""
         self._send({"op": "decode", "prompts": prompts, "steps": steps})
         answer = self._receive(REQUEST_S_MAX)
         assert answer["drained"], "a transfer did not end"
