@@ -370,6 +370,10 @@ class Card:
         """
         self._medium.write(plan, slots)
 
+    def write_many(self, objects: Sequence[tuple[PutPlan, Sequence[memoryview]]]) -> list[Exception | None]:
+        """As `write`, several small objects; what became of each."""
+        return self._medium.write_many(objects)
+
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
         """Read and prove as many fragments from `first_fragment` on as there are slots. MediumError, CorruptObject."""
         self._medium.read(plan, slots, first_fragment)
