@@ -90,8 +90,7 @@ class ControlPage:
         first = self._rank_word(0, RANK_DENIED_OFFSET)
         self._denied_counts = self._words[first : first + ranks * _RANK_WORDS : _RANK_WORDS]
         self.serves: Callable[[int], bool] = _serves_in(self._words, ranks)
-        """Whether the gateway's heart has beaten since then (CLOCK_MONOTONIC, ns), it takes work, and all ranks of the
-        engine are attached: `heartbeat_ns`, `draining` and `is_complete` in one step, as each lookup asks."""
+        """Whether the gateway `works` since then (CLOCK_MONOTONIC, ns) and `is_complete`: in one step, for lookups."""
 
     @classmethod
     def create(cls, ranks: int, boot_id: bytes) -> ControlPage:
@@ -224,6 +223,10 @@ class ControlPage:
     def is_complete(self) -> bool:
         """All ranks of the engine are attached: what one of them lacks, none can load whole."""
         return self._words[ATTACHED_OFFSET // _WORD] >= self.ranks
+
+    def works(self, since_ns: int) -> bool:
+        """The gateway's heart has beaten since then, and it takes work."""
+        return self.heartbeat_ns >= since_ns and not self.draining
 
     @property
     def boot_id(self) -> bytes:
