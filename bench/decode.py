@@ -5,12 +5,16 @@ same engine without offloading while the gateway is idle, less one.
 Must not know: vLLM (the stand's engine server imports it), how an engine is driven.
 
 The engines, of which one at a time works, have the first core; the gateway and the client that stores the second.
+For comparison the second core is kept busy by a loop that does nothing, which shows what a neighbour costs by itself:
+two cores of a virtual machine may be one of the host's.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -63,6 +67,9 @@ def run(folder: Path, release: Release, *, quick: bool) -> Part:
                 for name, engine in engines.items():
                     steps.setdefault(f"{name} offloading, gateway storing", []).extend(_steps(engine, number + 100))
             rates += rate
+            with _spinning(cores[1]):
+                alone = steps.setdefault("without offloading, the other core in an empty loop", [])
+                alone.extend(_steps(engines["without"], number + 200))
     base, loaded = (steps[name] for name in ("without offloading, gateway idle", "with offloading, gateway storing"))
     return Part(
         {"decode_overhead": median(loaded) / median(base) - 1},
@@ -102,6 +109,18 @@ def _on(core: int) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def _spinning(core: int) -> Iterator[None]:
+    """While the block runs, a process on this core does nothing as fast as it can."""
+    with _on(core):
+        process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
 
 
 def _steps(engine: Engine, number: int) -> list[float]:
