@@ -160,15 +160,18 @@ class XkvManager:
     def _lookup(self, key: bytes, req_id: str) -> object:
         if not self._loads:
             return self._miss
-        if not self._card.alive():
+        card = self._card
+        if not card.alive():
             self._counts.add("lookup_no_gateway")
             return self._miss
-        self._read_denials()
+        denials = card.denials()
+        if denials is not NO_DENIALS:
+            self._take_denials(*denials)
         if not self._held(key, touch=True):
             self._counts.add("lookup_misses")
             return self._miss
         if self._staging is None:
-            self._counts.add("lookup_hits")
+            self._counts.since["lookup_hits"] += 1
             return self._hit
         counted, answer = self._answers[self._verified(self._staging, key, req_id)]
         self._counts.add(counted)
@@ -231,11 +234,7 @@ class XkvManager:
     def _deny(self, tag: int, generation: int) -> None:
         self._denied[tag] = max(generation, self._denied.pop(tag, -1))
 
-    def _read_denials(self) -> None:
-        found = self._card.denials()
-        if found is NO_DENIALS:
-            return
-        denials, lost = found
+    def _take_denials(self, denials: Sequence[tuple[int, int]], lost: Mapping[int, int]) -> None:
         for tag, generation in denials:
             self._deny(tag, generation)
         while len(self._denied) > DENIED_MAX:
@@ -284,7 +283,7 @@ class XkvManager:
         if not self._options.stores or not self._card.alive() or request.shedding or req_id in self._stale:
             self._counts.add("shed_keys", len(keys))
             return XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_id)
-        self._read_denials()
+        self._take_denials(*self._card.denials())
         now = time.monotonic()
         backlog = self._card.store_bytes() + sum(self._prepared_bytes.values())
         for number, key in enumerate(keys):

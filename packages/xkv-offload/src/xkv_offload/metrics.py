@@ -62,16 +62,17 @@ class Increments:
     """What the manager counted since vLLM last asked; also added to PROCESS_COUNTERS. One thread."""
 
     def __init__(self) -> None:
-        self._since: Counter[str] = Counter()
+        self.since: Counter[str] = Counter()
+        """The counts themselves, always this object: to add one to where a call would show."""
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count `amount`."""
-        self._since[name] += amount
+        self.since[name] += amount
 
     def take(self) -> dict[str, int]:
         """The increments since the last call, and forget them."""
-        taken = dict(self._since)
-        self._since.clear()
+        taken = dict(self.since)
+        self.since.clear()
         for name, amount in taken.items():
             count(name, amount)
         return taken
