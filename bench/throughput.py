@@ -47,12 +47,15 @@ class Group:
 LARGE: Final = Load("32m", size=32 * MIB, block=32 * MIB, depth=8, total=1024 * MIB)
 MEDIUM: Final = Load("2m", size=2 * MIB, block=2 * MIB, depth=32, total=1024 * MIB)
 SMALL: Final = Load("small", size=FRAGMENT_BYTES, block=SLOT_BYTES, depth=32, total=10_000 * SLOT_BYTES, batch=8)
+HALF: Final = 512 * MIB  # a run, where only the details have it
 GROUPS: Final = (
     Group(1, (LARGE,), 5, counts_cpu=True),
     Group(1, (MEDIUM,), 5, counts_cpu=True),
     Group(1, (SMALL,), 3),
-    Group(1, (LARGE.other(depth=1), MEDIUM.other(depth=1), MEDIUM.other(depth=8)), 3),
-    Group(4, (LARGE.other(), MEDIUM.other()), 3),
+    Group(
+        1, (LARGE.other(depth=1, total=HALF), MEDIUM.other(depth=1, total=HALF), MEDIUM.other(depth=8, total=HALF)), 2
+    ),
+    Group(4, (LARGE.other(total=HALF), MEDIUM.other(total=HALF)), 2),
 )
 QUICK: Final = (Group(1, (LARGE, MEDIUM), 3, counts_cpu=True), Group(1, (SMALL,), 1))
 
