@@ -21,7 +21,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TextIO
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))  # the stand: how real engines are run
 
@@ -65,10 +65,10 @@ def main() -> int:
     if unknown:
         parser.error(f"no part {', '.join(sorted(unknown))}: there are {', '.join(parts)}")
     chosen = {name: part for name, part in parts.items() if name in (options.part or parts)}
-    result, failed = _run_parts(chosen, options.folder)
-    loads_text = f"load of the machine {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
     people = sys.stderr if options.json else sys.stdout
-    print(*result.details, "", table(result.figures), "", sep="\n", file=people)
+    result, failed = _run_parts(chosen, options.folder, people)
+    loads_text = f"load of the machine {load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
+    print(table(result.figures), "", sep="\n", file=people)
     print(f"took {time.monotonic() - began:.0f} s{', quick' if quick else ''}; {loads_text}", file=people)
     print(*(f"failed: {name}: {reason}" for name, reason in failed), "", sep="\n", file=people)
     print(json.dumps(as_values(result.figures)), flush=True)
@@ -106,7 +106,8 @@ def _parts(release: Release, *, quick: bool) -> dict[str, Run]:
     }
 
 
-def _run_parts(parts: dict[str, Run], folder: Path) -> tuple[Part, Sequence[tuple[str, str]]]:
+def _run_parts(parts: dict[str, Run], folder: Path, people: TextIO) -> tuple[Part, Sequence[tuple[str, str]]]:
+    """Each part in turn, and what it says as soon as it has ended."""
     result, failed = Part(), []
     for name, part in parts.items():
         began = time.monotonic()
@@ -117,8 +118,9 @@ def _run_parts(parts: dict[str, Run], folder: Path) -> tuple[Part, Sequence[tupl
                 traceback.print_exc()
                 failed.append((name, str(error).splitlines()[0] if str(error) else type(error).__name__))
                 continue
-        result.add(Part(found.figures, [f"{name}: {line}" for line in found.details]))
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+        result.add(found)
+        print(*(f"{name}: {line}" for line in found.details), sep="\n", file=people, flush=True)
+        print(f"{name}: took {time.monotonic() - began:.0f} s\n", file=people, flush=True)
     return result, failed
 
 

@@ -11,6 +11,7 @@ as a step does.
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final
 
@@ -37,7 +38,8 @@ LAYERS: Final = 8
 PAGE_BYTES: Final = 16_384
 BLOCKS_PER_CHUNK: Final = 16  # 2 MiB a chunk
 BLOCKS: Final = 1_024
-CHUNKS: Final = (1, 8, 32)  # of a job
+JOBS: Final = {1: 300, 8: 100, 32: 40}  # by the chunks of each: all of them together do not fill the card
+JOBS_QUICK: Final = {1: 60, 8: 20, 32: 20}
 RING_BYTES: Final = 512 * MIB
 CAPACITY: Final = "8GiB"
 STEP_S: Final = 0.005
@@ -48,15 +50,14 @@ NAMESPACE: Final = b"bench-the-submit"
 def run(folder: Path, *, quick: bool) -> Part:
     """Stores and loads in turn, jobs of each size."""
     part = Part()
-    jobs = 60 if quick else 300
-    with running(folder, "--capacity", CAPACITY) as gateway:
+    with running(folder, "--capacity", CAPACITY) as gateway, ExitStack() as own:
         worker = _worker(gateway.attach(ring_bytes=RING_BYTES, ring_use=RingUse.LEASED))
-        for chunks in CHUNKS:
-            times = _submits(worker, chunks, jobs if chunks == 1 else jobs // 3)
+        own.callback(worker.shutdown)
+        for chunks, jobs in (JOBS_QUICK if quick else JOBS).items():
+            times = _submits(worker, chunks, jobs)
             for name, micros in times.items():
                 part.worst("submit_us", at_percent(micros, 50))
                 part.details.append(f"{name}, {chunks} chunks of 2 MiB: {percentiles(micros, 'µs')}")
-        worker.shutdown()
     return part
 
 
