@@ -267,12 +267,14 @@ def ranks(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Ratios against fio and the lookup's time; figures, not tests."""
+    """Ratios to what the medium, memory and the release itself give, and times: -- [--json] [--quick]; no tests."""
     if shutil.which("fio") is None:
         session.error("fio is missing: apt-get install fio")
+    target = _target(session, None)
     with recorded(session, "bench") as result:
         python = dev(session)
-        check(session, result, python, "bench/run.py", *session.posargs)
+        command = (python, "bench/run.py", "--release-python", of_target(session, target), *session.posargs)
+        check(session, result, *command, env=engine_env(target.release))
 
 
 EXPECTED = (

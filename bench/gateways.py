@@ -10,11 +10,12 @@ import hashlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -30,6 +31,7 @@ READY_S_MAX: Final = 120.0  # far beyond any bar: a start that takes so long has
 END_S_MAX: Final = 30.0
 LINGER_S: Final = 60.0  # a gateway whose benchmark was killed ends by itself
 ENGINE: Final = "bench"
+HEARTBEAT_MS_MAX: Final = 3_000
 # Mapped files that are shared, or the kernel's to give up: everything else is the gateway's own.
 SHARED: Final = {"ring": "memfd:xkv-ring", "table": "memfd:xkv-table", "index": "data.mdb"}
 
@@ -65,9 +67,23 @@ class BenchGateway:
         """The gateway's process id."""
         return self._process.pid
 
-    def attach(self, role: Role = Role.RANK, *, ring_bytes: int) -> Client:
-        """A client: the rank, or the scheduler, of an engine with one rank. Half of the ring is for loads."""
-        return attach(Path(self.ready["socket"]), role, ring_bytes=ring_bytes)
+    @property
+    def socket(self) -> Path:
+        """Where it listens."""
+        return Path(self.ready["socket"])
+
+    def attach(self, role: Role = Role.RANK, *, ring_bytes: int, **others: Any) -> Client:
+        """A client, as `attach`."""
+        return attach(self.socket, role, ring_bytes=ring_bytes, **others)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """While the block runs, the process is stopped (SIGSTOP)."""
+        os.kill(self.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(self.pid, signal.SIGCONT)
 
     def cpu_s(self) -> float:
         """CPU seconds that the process has used, all threads."""
@@ -108,24 +124,26 @@ class BenchGateway:
         return value
 
 
-def attach(socket: Path, role: Role, *, ring_bytes: int) -> Client:
-    """Attach to the gateway on `socket`."""
-    return Client.attach(
-        Attachment(
-            socket=socket,
-            engine_id=ENGINE,
-            role=role,
-            rank=0,
-            world_size=1,
-            ring_bytes=ring_bytes,
-            load_reserve_bytes=ring_bytes // 2,
-            staged_bytes=0,
-            fragment_bytes=FRAGMENT_BYTES,
-            connect_timeout_ms=20_000,
-            heartbeat_timeout_ms=3_000,
-            embedded=None,
-        )
+def attach(socket: Path, role: Role, *, ring_bytes: int, **others: Any) -> Client:
+    """A client of the gateway on `socket`: alone in its engine unless `others` says so, in `Attachment`'s words.
+
+    Half of the ring is for loads.
+    """
+    usual = Attachment(
+        socket=socket,
+        engine_id=ENGINE,
+        role=role,
+        rank=0,
+        world_size=1,
+        ring_bytes=ring_bytes,
+        load_reserve_bytes=ring_bytes // 2,
+        staged_bytes=0,
+        fragment_bytes=FRAGMENT_BYTES,
+        connect_timeout_ms=20_000,
+        heartbeat_timeout_ms=HEARTBEAT_MS_MAX,
+        embedded=None,
     )
+    return Client.attach(replace(usual, **others))
 
 
 def object_key(namespace: bytes, *numbers: int) -> ObjectKey:

@@ -1,94 +1,72 @@
 """Puts and gets through a real gateway against fio: same file system, bytes, block size, O_DIRECT, regime.
 
-Owns: `put_*_vs_fio`, `get_*_vs_fio`, `cpu_s_per_gb`.
-Must not know: vLLM; anything of the gateway that its client does not show.
+Owns: `put_*_vs_fio`, `get_*_vs_fio`, `small_*_vs_fio`, `cpu_s_per_gb`, and which loads are measured on which cards.
+Must not know: how objects are put and got (`transfers`), vLLM.
 
-The regime is overwriting on both sides: every byte of fio's file and of the card's database has been written once
-before, as on a card that has been full. One database; puts end when they are confirmed, gets when they are verified.
+The regime is overwriting on both sides: every byte of fio's file and of the card's databases has been written once
+before, as on a card that has been full. Puts end when they are confirmed, gets when they are verified.
 """
 
 from __future__ import annotations
 
 import os
-import threading
+import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from fio import Fio, Kind
-from gateways import MIB, BenchGateway, object_key, running
+from fio import Fio
+from gateways import MIB, BenchGateway, running
 from report import Part
-from xkv_store.client import Client, GetObject, PutObject
+from transfers import RING_BYTES, SIDES, Load, Side, fill
 from xkv_store.database import aligned
-from xkv_store.geometry import DATA_OFFSET, SLOT_BYTES, Geometry
-from xkv_store.wire import LoadedObject, LoadStatus, StoredObject, StoreStatus
+from xkv_store.geometry import DATA_OFFSET, FRAGMENT_BYTES, SLOT_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
+    from xkv_store.client import Client
 
-    from xkv_store.key import ObjectKey
-
-WAIT_S_MAX: Final = 120.0
-RING_BYTES: Final = 1024 * MIB  # half for puts, half for gets: 16 objects of 32 MiB each
 OVERFILL: Final = 1.3  # the card over what is put: it evicts ahead, which is not measured here
 WRITE_BYTES: Final = 8 * MIB
 FIO_JOBS: Final = (1, 4)  # the queue's depth in one thread, or shared by four as in the gateway: the better counts
-GEOMETRY: Final = Geometry()
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """Objects of `size` bytes, `depth` of them outstanding, on both sides."""
+class Group:
+    """Loads that share a card of so many databases; those with a key give a figure."""
 
-    name: str
-    size: int
-    depth: int
-
-
-LOADS: Final = (Load("32m", 32 * MIB, 8), Load("2m", 2 * MIB, 32))
+    databases: int
+    loads: tuple[Load, ...]
+    repeats: int
+    counts_cpu: bool = False  # in `cpu_s_per_gb`
 
 
-@dataclass(slots=True)
-class Meter:
-    """Counts answers; holds the sender back at the queue's depth."""
-
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    statuses: list[int] = field(default_factory=list)
-
-    def answer(self, status: int) -> None:
-        """One object is done."""
-        with self.changed:
-            self.statuses.append(status)
-            self.changed.notify()
-
-    def wait(self, count: int) -> None:
-        """Until so many objects are done."""
-        with self.changed:
-            if not self.changed.wait_for(lambda: len(self.statuses) >= count, WAIT_S_MAX):
-                raise TimeoutError(f"{len(self.statuses)} of {count} objects were answered")
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One direction: how ours is measured, and fio's word for it."""
-
-    name: str
-    kind: Kind
-    measure: Callable[[Client, Load, int, int], float]
+LARGE: Final = Load("32m", size=32 * MIB, block=32 * MIB, depth=8, total=1024 * MIB)
+MEDIUM: Final = Load("2m", size=2 * MIB, block=2 * MIB, depth=32, total=1024 * MIB)
+SMALL: Final = Load("small", size=FRAGMENT_BYTES, block=SLOT_BYTES, depth=32, total=10_000 * SLOT_BYTES, batch=8)
+HALF: Final = 512 * MIB  # a run, where only the details have it
+GROUPS: Final = (
+    Group(1, (LARGE,), 5, counts_cpu=True),
+    Group(1, (MEDIUM,), 5, counts_cpu=True),
+    Group(1, (SMALL,), 3),
+    Group(
+        1, (LARGE.other(depth=1, total=HALF), MEDIUM.other(depth=1, total=HALF), MEDIUM.other(depth=8, total=HALF)), 2
+    ),
+    Group(4, (LARGE.other(total=HALF), MEDIUM.other(total=HALF)), 2),
+)
+QUICK: Final = (Group(1, (LARGE, MEDIUM), 3, counts_cpu=True), Group(1, (SMALL,), 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Rig:
-    """What every comparison of one run of the benchmarks has in common; the first of `runs` is the warm-up."""
+    """What every comparison on one card has in common; the first of `runs` is the warm-up."""
 
     gateway: BenchGateway
     client: Client
     fio: Fio
-    total: int
     runs: int
     fio_jobs: tuple[int, ...]
 
@@ -104,29 +82,40 @@ class Compared:
 
 def run(folder: Path, *, quick: bool) -> Part:
     """All loads, both directions, turn and turn about with fio."""
-    total, repeats = (512 * MIB, 3) if quick else (1024 * MIB, 5)
-    runs = repeats + 1
-    capacity = int(total * runs * len(LOADS) * OVERFILL)
-    with running(folder, "--capacity", str(capacity)):
+    groups = QUICK if quick else GROUPS
+    fio = Fio.prepare(folder, max(load.total for group in groups for load in group.loads))
+    part = Part(details=[f"overwriting, fio by {fio.engine}"])
+    cpu_s, moved = 0.0, 0
+    for group in groups:
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            compared = _group(Path(own), group, fio, FIO_JOBS[:1] if quick else FIO_JOBS, part)
+        if group.counts_cpu:
+            cpu_s += sum(one.cpu_s for one in compared)
+            moved += len(SIDES) * group.repeats * sum(load.total for load in group.loads)
+    part.figures["cpu_s_per_gb"] = cpu_s / (moved / 1e9)
+    return part
+
+
+def _group(folder: Path, group: Group, fio: Fio, fio_jobs: tuple[int, ...], part: Part) -> list[Compared]:
+    capacity = int(sum(load.total for load in group.loads) * (group.repeats + 1) * OVERFILL)
+    with running(folder, "--capacity", str(capacity), "--databases", str(group.databases)):
         pass  # makes the card
-    _write_once(folder / "card" / "db-0.xkv")
-    fio = Fio.prepare(folder, total)
-    part = Part(details=[f"overwriting, {total // MIB} MiB a run, {repeats} runs, 1 database, fio by {fio.engine}"])
+    for number in range(group.databases):
+        _write_once(folder / "card" / f"db-{number}.xkv")
+    found = []
     with running(folder) as gateway:
         if not gateway.ready["direct"]:
             raise RuntimeError(f"no O_DIRECT in {folder}: give --folder on a disk")
         client = gateway.attach(ring_bytes=RING_BYTES)
-        client.ring.array[:] = np.random.default_rng(1).integers(0, 256, client.ring.array.shape[1], np.uint8)
-        rig = Rig(gateway, client, fio, total, runs, FIO_JOBS[:1] if quick else FIO_JOBS)
-        cpu_s = 0.0
-        for load in LOADS:
+        fill(client)
+        rig = Rig(gateway, client, fio, group.repeats + 1, fio_jobs)
+        for load in group.loads:
             for side in SIDES:
                 compared = _compare(rig, load, side)
-                cpu_s += compared.cpu_s
-                _report(part, compared, load, side, total)
+                found.append(compared)
+                _report(part, compared, load, side, group.databases)
         client.close()
-    part.figures["cpu_s_per_gb"] = cpu_s / (len(LOADS) * len(SIDES) * repeats * total / 1e9)
-    return part
+    return found
 
 
 def _compare(rig: Rig, load: Load, side: Side) -> Compared:
@@ -135,10 +124,10 @@ def _compare(rig: Rig, load: Load, side: Side) -> Compared:
     cpu_s = 0.0
     for number in range(rig.runs):
         began_s = rig.gateway.cpu_s() + time.process_time()
-        ours = side.measure(rig.client, load, rig.total // load.size, number)
+        ours = side.measure(rig.client, load, number)
         used_s = rig.gateway.cpu_s() + time.process_time() - began_s
         fios = {
-            jobs: rig.fio.seconds(side.kind, block=load.size, total=rig.total, depth=load.depth, jobs=jobs)
+            jobs: rig.fio.seconds(side.kind, block=load.block, total=load.total, depth=load.depth, jobs=jobs)
             for jobs in rig.fio_jobs
         }
         if number:
@@ -149,15 +138,17 @@ def _compare(rig: Rig, load: Load, side: Side) -> Compared:
     return Compared(compared_ours, theirs, cpu_s)
 
 
-def _report(part: Part, compared: Compared, load: Load, side: Side, total: int) -> None:
+def _report(part: Part, compared: Compared, load: Load, side: Side, databases: int) -> None:
     jobs, theirs = min(compared.theirs.items(), key=lambda item: median(item[1]))
     ratios = sorted(fio_s / ours_s for ours_s, fio_s in zip(compared.ours, theirs, strict=True))
-    part.figures[f"{side.name}_{load.name}_vs_fio"] = median(ratios)
-    ours_rate, fio_rate = (total / MIB / median(seconds) for seconds in (compared.ours, theirs))
+    if load.is_figure:
+        name = f"small_{side.name}" if load is SMALL else f"{side.name}_{load.name}"
+        part.figures[f"{name}_vs_fio"] = median(ratios)
+    ours_rate, fio_rate = (load.total / MIB / median(seconds) for seconds in (compared.ours, theirs))
     part.details.append(
-        f"{side.name} {load.size // MIB:2} MiB at depth {load.depth:2}: {ours_rate:5.0f} MiB/s, fio {fio_rate:5.0f} "
-        f"({jobs} jobs), CPU {compared.cpu_s / (len(theirs) * total / 1e9):.3f} s/GB; "
-        f"ratios {' '.join(f'{ratio:.2f}' for ratio in ratios)}"
+        f"{side.name} {load.block >> 10:5} KiB at depth {load.depth:2}, {databases} databases: {ours_rate:5.0f} MiB/s, "
+        f"fio {fio_rate:5.0f} ({jobs} jobs), CPU {compared.cpu_s / (len(theirs) * load.total / 1e9):.3f} s/GB; "
+        f"ratios {' '.join(f'{ratio:.2f}' for ratio in ratios)} (median {median(ratios):.2f})"
     )
 
 
@@ -172,60 +163,3 @@ def _write_once(path: Path) -> None:
             offset += os.pwrite(fd, data[: end - offset], offset)
     finally:
         os.close(fd)
-
-
-def _key(load: Load, number: int, index: int) -> ObjectKey:
-    return object_key(b"bench-throughput", load.size, number, index)
-
-
-def _put(client: Client, load: Load, count: int, number: int) -> float:
-    """Seconds until every object is confirmed."""
-    meter = Meter()
-    slots_each = GEOMETRY.fragments(load.size)
-    started = time.monotonic()
-    for index in range(count):
-        meter.wait(index + 1 - load.depth)
-        slots = client.store_region.take(slots_each)
-        assert slots is not None, "the region holds the queue's depth"
-        item = PutObject(_key(load, number, index), load.size, slots, 1, index, False)
-
-        def on_answer(answer: StoredObject) -> None:
-            meter.answer(answer.status)
-
-        client.put([item], on_answer)
-    meter.wait(count)
-    took_s = time.monotonic() - started
-    _check(meter, StoreStatus.CONFIRMED)
-    return took_s
-
-
-def _get(client: Client, load: Load, count: int, number: int) -> float:
-    """Seconds until every object is in the ring, verified."""
-    meter = Meter()
-    slots_each = GEOMETRY.fragments(load.size)
-    started = time.monotonic()
-    for index in range(count):
-        meter.wait(index + 1 - load.depth)
-        slots = client.load_region.take(slots_each)
-        assert slots is not None, "the region holds the queue's depth"
-
-        def on_answer(answer: LoadedObject, slots: list[int] = slots) -> None:
-            client.load_region.give(slots)
-            meter.answer(answer.status)
-
-        client.get([GetObject(_key(load, number, index), slots, 0)], on_answer)
-    meter.wait(count)
-    took_s = time.monotonic() - started
-    _check(meter, LoadStatus.OK)
-    return took_s
-
-
-def _check(meter: Meter, wanted: int) -> None:
-    others = [status for status in meter.statuses if status != wanted]
-    if others:
-        raise RuntimeError(f"{len(others)} of {len(meter.statuses)} objects were answered {set(others)}")
-
-
-SIDES: Final = (Side("put", "write", _put), Side("get", "read", _get))
-
-assert max(load.depth * GEOMETRY.fragments(load.size) for load in LOADS) * SLOT_BYTES <= RING_BYTES // 2

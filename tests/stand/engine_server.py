@@ -184,6 +184,7 @@ class EngineChild:
         operations: dict[str, Callable[[Message], Message]] = {
             "generate": self._generate,
             "serve": self._serve,
+            "decode": self._decode,
             "counters": self._counters,
             "zero_loads": self._zero_loads,
             "reset_prefix": self._reset_prefix,
@@ -250,6 +251,29 @@ class EngineChild:
             step += 1
         drained = not open_ids and self._drain(request)["drained"]
         return {"answers": answers, "drained": drained, "reset": reset, "counters": self._counters(request)}
+
+    def _decode(self, request: Message) -> Message:
+        """Seconds of each step in which all prompts are decoded and nothing else is computed."""
+        from vllm import SamplingParams  # noqa: PLC0415 - nothing but the server itself may import vLLM
+
+        engine = self._llm.llm_engine
+        steps = request["steps"]
+        # One token comes from each prompt's own computation, and one more step is not counted at either end.
+        params = SamplingParams(temperature=0, max_tokens=steps + 3, ignore_eos=True, detokenize=False)
+        for number, ids in enumerate(request["prompts"]):
+            engine.add_request(f"decode-{number}", {"prompt_token_ids": ids}, params)
+        lengths: dict[str, int] = {}
+        while len(lengths) < len(request["prompts"]) or min(lengths.values()) < 2:
+            lengths |= {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
+        seconds = []
+        for _ in range(steps - max(lengths.values()) + 2):
+            started = time.perf_counter()
+            outputs = engine.step()
+            seconds.append(time.perf_counter() - started)
+            assert len(outputs) == len(lengths), "each step decodes all of them"
+        while engine.has_unfinished_requests():
+            engine.step()
+        return {"seconds": seconds, **self._drain(request)}
 
     def _drain(self, _request: Message) -> Message:
         """Step until the connector's last jobs are submitted and reported, as a serving loop does when idle."""

@@ -216,6 +216,13 @@ class Engine:
         self.begin_generate(prompts, max_tokens=max_tokens)
         return self.finish_generate()
 
+    def decode_steps(self, prompts: list[list[int]], *, steps: int) -> list[float]:
+        """Seconds of each of some `steps` steps that do nothing but decode all of `prompts`; then all is drained."""
+        self._send({"op": "decode", "prompts": prompts, "steps": steps})
+        answer = self._receive(REQUEST_S_MAX)
+        assert answer["drained"], "a transfer did not end"
+        return [float(value) for value in answer["seconds"]]
+
     def begin_serve(
         self,
         requests: Sequence[Request],

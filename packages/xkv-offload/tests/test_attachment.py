@@ -23,6 +23,7 @@ from xkv_offload.attachment import (
     rank_region,
 )
 from xkv_offload.config import Config, parse
+from xkv_offload.manager import NO_DENIALS
 from xkv_store.client import Client
 from xkv_store.errors import UserError
 from xkv_store.ring import RingUse
@@ -167,6 +168,10 @@ def test_a_scheduler_that_is_back_before_its_ranks_neither_hits_nor_stores(tmp_p
             assert becomes(True, client.alive)
             assert becomes(True, first.alive)
             assert not card.alive(), "rank 1 is not there"
+            assert card.denials() is NO_DENIALS
+            first.control.deny(0, 5, 6)
+            assert card.denials() == (((5, 6),), {}), "the page is that of the gateway's life before"
+            assert card.denials() is NO_DENIALS
             with closing(rank_client(1)):
                 assert becomes(True, card.alive)
             assert becomes(False, card.alive)

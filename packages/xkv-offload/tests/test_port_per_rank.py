@@ -249,7 +249,7 @@ class FakeClient:
         self.load_region = SlotRegion(first, slots)
         self.gets: list[tuple[list[Any], Callable[[LoadedObject], None]]] = []
         self.control = ControlPage.create(1, bytes(16))
-        self.alive = self.touch = self.close = lambda: None
+        self.serves = self.touch = self.close = lambda: None
         self.table = FakeTable()
 
     def get(self, objects: Sequence[Any], on_answer: Callable[[LoadedObject], None]) -> int:

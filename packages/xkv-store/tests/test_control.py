@@ -76,9 +76,9 @@ def test_a_new_life_of_the_gateway_is_seen(page: ControlPage) -> None:
     assert engine.draining
     before_ns = time.monotonic_ns()
     page.set_attached(3)
-    assert engine.is_complete
+    assert engine.is_complete()
     assert page.set_boot(b"n" * 16) == 2
-    assert not engine.is_complete, "each has to come back"
+    assert not engine.is_complete(), "each has to come back"
     assert (engine.epoch, engine.boot_id, engine.draining) == (2, b"n" * 16, False)
     assert engine.heartbeat_ns >= before_ns
     assert engine.identity == page.identity
@@ -121,6 +121,22 @@ def test_what_is_no_control_page_is_the_peers_error(page: ControlPage) -> None:
         ControlPage.attach(os.dup(page.fd), ranks=4)
 
 
+def test_a_lookup_asks_the_three_things_at_once(page: ControlPage) -> None:
+    """A heart that is too old, a gateway that drains and a rank that is missing each end the hits."""
+    engine = ControlPage.attach(os.dup(page.fd), ranks=3)
+    page.set_attached(3)
+    page.beat(1_000)
+    assert engine.serves(1_000)
+    assert not engine.serves(1_001)
+    page.set_draining(True)
+    assert not engine.serves(1_000)
+    page.set_draining(False)
+    page.set_attached(2)
+    assert not engine.serves(1_000)
+    page.set_attached(3)
+    assert engine.serves(-1), "a machine that has just started"
+
+
 # --- denials ---------------------------------------------------------------------------------------------
 
 
@@ -130,7 +146,8 @@ def test_each_denial_is_told_once(page: ControlPage) -> None:
     page.deny(0, 1, 2)
     page.deny(2, 2**64 - 1, 2**64 - 1)
     assert reader.poll().pairs == ((1, 2), (2**64 - 1, 2**64 - 1))
-    assert reader.poll() == control.Denials((), overflow=False)
+    assert reader.poll() is control.NOTHING_DENIED
+    assert page.denied_counts() == [page.denied(rank) for rank in range(3)] == [1, 0, 1]
 
 
 def test_a_reader_that_was_away_knows_that_it_missed_some(page: ControlPage) -> None:

@@ -14,7 +14,7 @@ from functools import partial
 
 from xkv_compat.vllm_symbols import ConfigView
 from xkv_store.client import Attachment, Client, GetObject
-from xkv_store.control import ControlPage, CountReader, DenialReader
+from xkv_store.control import NOTHING_DENIED, CountReader, DenialReader
 from xkv_store.embedded import EmbeddedCard
 from xkv_store.errors import UserError
 from xkv_store.fragment import erase
@@ -26,6 +26,7 @@ from xkv_store.table import TableReader
 from xkv_store.wire import LoadedObject, LoadStatus, Role
 
 from .config import Config
+from .manager import NO_DENIALS
 from .metrics import WORKER_COUNTERS
 from .staging import Chunk, ReadDone
 
@@ -189,16 +190,13 @@ class SchedulerCard:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._page: ControlPage = client.control
-        self._reader = DenialReader(self._page)
-        self._counted = self._page
-        self._counts = CountReader(self._page, len(WORKER_COUNTERS))
+        # The page is the engine's, and stays when the gateway goes.
+        self._reader = DenialReader(client.control)
+        self._counts = CountReader(client.control, len(WORKER_COUNTERS))
+        # After a gateway's restart the scheduler may be there before ranks, which could not load.
+        self.alive = client.serves
         self.touch = client.touch
         self.close = client.close
-
-    def alive(self) -> bool:
-        """See manager.Card. After a gateway's restart the scheduler may be there before ranks, which could not load."""
-        return self._client.alive() and self._client.control.is_complete
 
     @property
     def table(self) -> TableReader:
@@ -207,11 +205,10 @@ class SchedulerCard:
 
     def denials(self) -> tuple[Sequence[tuple[int, int]], Mapping[int, int]]:
         """See manager.Card."""
-        if self._client.control is not self._page:
-            self._page = self._client.control
-            self._reader = DenialReader(self._page)
         found = self._reader.poll()
-        return found.pairs, {0: self._client.table.highest_generation} if found.overflow else _NONE_LOST
+        if found is NOTHING_DENIED:
+            return NO_DENIALS
+        return found.pairs, {0: self._client.table.highest_generation} if found.overflow else {}
 
     def store_bytes(self) -> int:
         """See manager.Card."""
@@ -219,9 +216,6 @@ class SchedulerCard:
 
     def worker_counts(self) -> Sequence[int]:
         """See manager.Card."""
-        if self._client.control is not self._counted:
-            self._counted = self._client.control
-            self._counts = CountReader(self._counted, len(WORKER_COUNTERS))
         return self._counts.poll()
 
     def fragments(self, tag: int) -> int:
@@ -229,7 +223,6 @@ class SchedulerCard:
         return self._client.table.fragments(tag)
 
 
-_NONE_LOST: Mapping[int, int] = {}
 _BAD = frozenset({LoadStatus.CORRUPT, LoadStatus.FAILED, LoadStatus.TIMEOUT})  # another read would end alike
 
 

@@ -141,13 +141,14 @@ class Increments:
     """What happened since vLLM last asked; the manager's own is also added to PROCESS_COUNTERS. One thread."""
 
     def __init__(self) -> None:
-        self._since: Counter[str] = Counter()
+        self.since: Counter[str] = Counter()
+        """The counts themselves: to add one to where a call would show."""
         self._misses: Counter[str] = Counter()
         self._observed: defaultdict[str, list[float]] = defaultdict(list)
 
     def add(self, name: str, amount: int = 1) -> None:
         """Count `amount`."""
-        self._since[name] += amount
+        self.since[name] += amount
 
     def miss(self, reason: str) -> None:
         """A lookup was answered with a miss."""
@@ -163,22 +164,22 @@ class Increments:
         """What the ranks have counted meanwhile, by number."""
         for name, amount in zip(WORKER_COUNTERS, counts, strict=False):
             if amount:
-                self._since[name] += amount
+                self.since[name] += amount
 
     def drop(self) -> None:
         """Nobody will ask any more: the process's own counters are all that is left of it."""
-        for name, amount in self._since.items():
+        for name, amount in self.since.items():
             if COUNTERS[name][1] == "manager":
                 count(name, amount)
-        self._since.clear()
+        self.since.clear()
 
     def take(self, new_stats: Callable[[], Any], features: Mapping[str, bool]) -> Any | None:
         """All of it as vLLM's statistics, made by `new_stats`, and forget it; None where nothing happened.
 
         Without a feature of vLLM's channel (`labelled_stats`, `histogram_stats`) what needs it is left out.
         """
-        since, misses, observed = self._since, self._misses, self._observed
-        self._since, self._misses, self._observed = Counter(), Counter(), defaultdict(list)
+        since, misses, observed = self.since, self._misses, self._observed
+        self.since, self._misses, self._observed = Counter(), Counter(), defaultdict(list)
         labelled = Counter({("misses", reason): amount for reason, amount in misses.items()})
         made = None
         for name, amount in since.items():

@@ -362,11 +362,12 @@ class Card:
     # --- the medium: other threads ------------------------------------------------------------------------
 
     def write(self, plan: PutPlan, slots: Sequence[memoryview]) -> None:
-        """Seal the object's slots where they are (payloads in place) and write them. MediumError.
-
-        `slots` are whole, page-aligned ring slots, one per fragment, which nobody else touches meanwhile.
-        """
+        """See Medium.write."""
         self._medium.write(plan, slots)
+
+    def write_many(self, objects: Sequence[tuple[PutPlan, Sequence[memoryview]]]) -> list[Exception | None]:
+        """See Medium.write_many."""
+        return self._medium.write_many(objects)
 
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
         """Read and prove as many fragments from `first_fragment` on as there are slots. MediumError, CorruptObject."""

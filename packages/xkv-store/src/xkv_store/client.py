@@ -73,10 +73,8 @@ HELLO_MS_MAX: Final = 5_000
 """A gateway answers a Hello at once, or after at most 4 s where a dead session's I/O has to end first."""
 ASK_NAMESPACES_S: Final = 0.1
 """Ranks publish once, at start-up; the scheduler asks that often until all have."""
-CLOSE_S_MAX: Final = 2.0
-"""For the thread to end; it never blocks for so long."""
-PACKETS_PER_ROUND_MAX: Final = 64
-"""Received before what waits to be sent has its turn."""
+CLOSE_S_MAX: Final = 2.0  # for the thread to end; it never blocks for so long
+PACKETS_PER_ROUND_MAX: Final = 64  # received before what waits to be sent has its turn
 
 log = logging.getLogger(__name__)
 
@@ -139,11 +137,13 @@ class Client:
 
     def alive(self) -> bool:
         """Connected, and the gateway's heart beats, and it takes work. Cheap: reads shared memory only."""
-        memory = self._memory
-        if memory is None or not self._connected:
-            return False
-        control = memory.control
-        return time.monotonic_ns() - control.heartbeat_ns <= self._heartbeat_ns_max and not control.draining
+        memory, oldest_ns = self._memory, time.monotonic_ns() - self._heartbeat_ns_max
+        return memory is not None and self._connected and memory.control.works(oldest_ns)
+
+    def serves(self) -> bool:
+        """Alive, and all ranks of the engine are attached. As cheap: the scheduler asks at each lookup."""
+        memory, oldest_ns = self._memory, time.monotonic_ns() - self._heartbeat_ns_max
+        return memory is not None and self._connected and memory.control.serves(oldest_ns)
 
     @property
     def epoch(self) -> int:

@@ -13,6 +13,7 @@ import logging
 import os
 import struct
 import threading
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -248,7 +249,8 @@ class Index:
             reader = self._read()
             for named in (self._namespaces, self._order):
                 with reader.cursor(named) as cursor:
-                    visited = sum(1 for _ in cursor.iternext(keys=True, values=False))
+                    last = deque(enumerate(cursor.iternext(keys=True, values=False), 1), maxlen=1)  # no step in Python
+                visited = last[0][0] if last else 0
             return reader.stat(self._objects)["entries"], visited
 
     def meta(self) -> Meta:

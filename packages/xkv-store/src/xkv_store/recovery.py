@@ -67,7 +67,7 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
     if objects != order:
         log.warning("the index has %d objects and %d entries in their order: making the order anew", objects, order)
         index.restore_order()
-    columns, used = _check(index, slots, geometry)
+    columns, used = _check(index, objects, slots, geometry)
     if not columns.good.all():
         _remove(index, np.flatnonzero(~columns.good))
     good = columns.good
@@ -84,12 +84,12 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
 
 def survey(index: Index, slots: Sequence[int], geometry: Geometry) -> tuple[npt.NDArray[np.bool_], Used]:
     """Which entries are good, in the order of keys, and which slots they name; nothing is changed."""
-    columns, used = _check(index, slots, geometry)
+    columns, used = _check(index, index.counts()[0], slots, geometry)
     return columns.good, used
 
 
-def _check(index: Index, slots: Sequence[int], geometry: Geometry) -> "tuple[_Columns, Used]":
-    columns = _Columns(index.counts()[0])
+def _check(index: Index, objects: int, slots: Sequence[int], geometry: Geometry) -> "tuple[_Columns, Used]":
+    columns = _Columns(objects)
     for keys, records in index.scan(SCAN_BATCH):
         columns.add(keys, records)
     columns.check_generations()
@@ -224,12 +224,12 @@ def _cover(begin: I64s, end: I64s, total: int) -> I64s:
 
 def _by_length(items: list[bytes]) -> list[tuple[I64s, Bytes]]:
     """(rows, bytes as a matrix) for each length that occurs."""
-    lengths = np.fromiter(map(len, items), np.int64, len(items))
     blob = np.frombuffer(b"".join(items), np.uint8)
-    found: list[tuple[I64s, Bytes]] = []
-    distinct = np.flatnonzero(np.bincount(lengths)).tolist()
+    distinct = sorted(set(map(len, items)))
     if len(distinct) == 1:
         return [(np.arange(len(items)), blob.reshape(len(items), distinct[0]))]
+    found: list[tuple[I64s, Bytes]] = []
+    lengths = np.fromiter(map(len, items), np.int64, len(items))
     offsets = np.cumsum(lengths) - lengths
     for length in distinct:
         rows = np.flatnonzero(lengths == length)

@@ -120,7 +120,7 @@ class TableWriter:
         assert not self.entries
         if not len(tags):
             return
-        order = np.argsort(tags, kind="stable")
+        order = np.argsort(tags)  # in any order where they are equal: rows of one tag are joined alike
         ordered = tags[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
         rows = np.zeros((len(starts), _ENTRY_WORDS), np.uint64)

@@ -3,7 +3,7 @@
 Owns: what is in flight for which session, and that every object is answered exactly once, or its session is gone.
 Must not know: sockets, the index, how an object lies on the medium.
 
-All of it runs on the event loop's thread, save `_write`, which the pool's threads call.
+All of it runs on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol
 
 from .card import PutRefusal
 from .errors import CorruptObject, MediumError, SpoiltSlots
 from .fair_queue import FairQueue
-from .io_pool import IoPool, Job, Lane, WithdrawnError
+from .io_pool import IoPool, Job, WithdrawnError
 from .leases import Part
+from .put_jobs import PutJobs
 from .reads import Landing, Reads, Waiting
 from .session_actions import GetTask, LeaseTask, PutTask
 from .testing.points import reached
@@ -88,6 +88,14 @@ class _Putting:
     slots: tuple[int, ...]
     plan: PutPlan
 
+    @property
+    def owner(self) -> str:
+        return self.party.owner
+
+    def memory(self) -> list[memoryview]:
+        slot = self.party.ring.slot
+        return [slot(number) for number in self.slots]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Asked:
@@ -120,10 +128,9 @@ class Transfers:
         """`damaged` hears of each object that a get has found so, and which is off the card by then."""
         self._card = card
         self._damaged = damaged
-        self._pool = pool
         self._unconfirmed: dict[int, _Putting] = {}  # by generation: written, its index entry not yet committed
         self._getting: dict[tuple[Party, int], set[_Getting]] = {}
-        self._jobs: dict[Job, _Putting] = {}
+        self._puts = PutJobs(card, pool, self._written)
         self._reads = Reads(card, pool, self._landed)
         self._intake: FairQueue[_Asked] = FairQueue()
         self._queued: Counter[tuple[Party, int]] = Counter()  # what of a get or lease is still in it
@@ -134,7 +141,7 @@ class Transfers:
     @property
     def in_flight(self) -> int:
         """Objects that wait for their turn, are in the pool or wait for their commit."""
-        return len(self._intake) + len(self._jobs) + len(self._reads) + len(self._unconfirmed)
+        return len(self._intake) + len(self._puts) + len(self._reads) + len(self._unconfirmed)
 
     @property
     def queued(self) -> int:
@@ -167,6 +174,7 @@ class Transfers:
                     self._get(asked.party, asked.number, asked.task, now_ns)
                 case LeaseTask():
                     self._lease(asked.party, asked.number, asked.task, now_ns)
+        self._puts.flush()
 
     def _queue(self, party: Party, number: int, task: Task, cost: int) -> None:
         self._intake.append(_Asked(party, number, task, party.owner, cost))
@@ -218,24 +226,15 @@ class Transfers:
 
     def _begin_put(self, party: Party, put: int, task: PutTask, now_ns: int) -> StoreStatus | None:
         item = task.item
-        if self._pool.full(Lane.STORE, party.owner):
+        if self._puts.full(party.owner):
             return StoreStatus.SHED
         plan = self._card.begin_put(task.key, item.length, item.family, item.position, item.replace, now_ns)
         if isinstance(plan, PutRefusal):
             return _REFUSED[plan]
         putting = _Putting(party, put, task.index, item.slots, plan)
         reached("put.received")
-        job = Job(Lane.STORE, partial(self._write, putting), owner=party.owner, cost=len(item.slots))
-        self._jobs[job] = putting
-        taken = self._pool.submit(job)
-        assert taken, "the lane was asked for room on this thread, and only this thread fills it"
+        self._puts.add(putting)
         return None
-
-    def _write(self, putting: _Putting) -> None:
-        reached("put.before_write")
-        slot = putting.party.ring.slot
-        self._card.write(putting.plan, [slot(number) for number in putting.slots])
-        reached("put.written")
 
     def _written(self, putting: _Putting, error: Exception | None) -> None:
         self._card.finish_put(putting.plan, self._as_medium_error(error))
@@ -440,7 +439,7 @@ class Transfers:
         Its gets and leases that are not answered have been cancelled.
         """
         self._refuse_all(lambda asked: asked.party is party)
-        self._withdraw(lambda putting: putting.party is party)
+        self._puts.withdraw(lambda putting: putting.party is party)
         if party.end_term is not None:
             party.end_term()
         for placed in party.held.values():
@@ -451,18 +450,13 @@ class Transfers:
     def withdraw_all(self) -> None:
         """End everything that has not begun (the drain's time is over)."""
         self._refuse_all(lambda _: True)
-        self._withdraw(lambda _: True)
+        self._puts.withdraw(lambda _: True)
         self._reads.withdraw_all()
 
     def ended(self, job: Job) -> None:
         """The pool has ended this load or store: go on with it."""
         if not self._reads.ended(job):
-            self._written(self._jobs.pop(job), job.error)
-
-    def _withdraw(self, wanted: Callable[[_Putting], bool]) -> None:
-        jobs = self._jobs
-        for job in self._pool.withdraw(lambda job: job in jobs and wanted(jobs[job])):
-            self._written(jobs.pop(job), job.error)
+            self._puts.ended(job)
 
     def _as_medium_error(self, error: Exception | None) -> MediumError | None:
         if error is None or isinstance(error, MediumError):
