@@ -27,6 +27,7 @@ __all__ = [
     "Framework",
     "GroupView",
     "LayerFacts",
+    "connector_manager",
     "connector_workers",
     "current_vllm_config",
     "default_request_context",
@@ -207,6 +208,12 @@ def connector_workers(connector: Any) -> tuple[Any, ...]:
     if side is None or side.worker is None:
         return ()
     return (side.worker,) if detect_live()["single_worker"] else tuple(side.worker.handlers)
+
+
+def connector_manager(connector: Any) -> Any | None:
+    """The spec's manager in an OffloadingConnector; None in a worker's process."""
+    side = connector.connector_scheduler
+    return None if side is None else side.manager
 
 
 def default_request_context() -> Any:

@@ -9,6 +9,7 @@ import pytest
 
 from xkv_offload import manager as manager_module
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
+from xkv_offload.restore_policy import STEPS_MIN, ChunkFacts, RestorePolicy, Stage
 from xkv_offload.staging import Chunk, ReadDone, Staging
 from xkv_offload.transfer import StagedObject, XkvTransferSpec
 from xkv_store.key import chunk_tag, ranks_mask, tag_salt
@@ -40,6 +41,10 @@ class FakeCard:
     lost: bool = False
     backlog: int = 0
     closed: bool = False
+    totals: tuple[int, int] = (0, 0)
+
+    def loaded(self) -> Sequence[tuple[int, int]]:
+        return [self.totals]
 
     def alive(self) -> bool:
         return self.living
@@ -86,7 +91,7 @@ def request(name: str = "r") -> Any:
     return SimpleNamespace(req_id=name)
 
 
-def make(card: FakeCard, *, staging: Any = None, **changes: Any) -> XkvManager:
+def make(card: FakeCard, *, staging: Any = None, policy: RestorePolicy | None = None, **changes: Any) -> XkvManager:
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "ranks": 1,
@@ -99,6 +104,7 @@ def make(card: FakeCard, *, staging: Any = None, **changes: Any) -> XkvManager:
         card=card,
         options=ManagerOptions(**(options | changes)),
         staging=staging,
+        policy=policy,
         words=Words(
             miss="MISS",
             hit="HIT",
@@ -365,6 +371,9 @@ class FakeReads:
 
     def send(self) -> None: ...
 
+    def loaded(self) -> Sequence[tuple[int, int]]:
+        return [(0, 0)]
+
     def finished(self) -> Iterable[ReadDone]:
         taken, self.done = self.done, []
         return taken
@@ -411,3 +420,62 @@ def test_a_request_that_waited_too_long_is_counted() -> None:
     assert manager.lookup(key(1), request()) == "MISS"
     stats: Any = manager.get_stats()
     assert stats.counted["vllm:xkv_pending_timeouts"] == 1
+
+
+def policy_of(card: FakeCard, clock: Callable[[], float]) -> RestorePolicy:
+    facts = ChunkFacts(tokens=512, object_bytes=512_000, is_prefix=True)
+    return RestorePolicy(chunks={0: facts}, stages=[Stage(card.loaded)], clock=clock)
+
+
+def test_hits_that_take_longer_than_computing_are_declined_and_not_stored_again() -> None:
+    now = [0.0]
+    card = FakeCard()
+    manager = make(card, policy=policy_of(card, lambda: now[0]))
+    keys = [key(number) for number in range(4)]
+    card.confirm(keys)
+    assert manager.wants_steps
+    for _ in range(STEPS_MIN):
+        manager.step_scheduled(1_000)
+        now[0] += 0.1
+        assert list(manager.take_events()) == []
+    assert [manager.lookup(one, request("slow")) for one in keys] == ["HIT"] * 4
+    manager.prepare_load(keys, request("slow"))
+    card.totals = 4 * 512_000, 2_000_000_000  # a thousand tokens a second, not ten thousand
+    manager.complete_load(set(keys), request("slow"))
+    manager.on_request_finished(request("slow"))
+    for _ in range(2):  # also in a later step
+        assert [manager.lookup(one, request("next")) for one in keys] == ["MISS"] * 4
+        manager.on_schedule_end()
+    assert set(card.touched) >= set(card.table.entries), "it is in demand all the same"
+    assert stored(manager, keys, "next") == []
+    assert manager.lookup(key(9), request("next")) == "MISS"
+    manager.on_request_finished(request("next"))
+    stats: Any = manager.get_stats()
+    assert stats.counted["vllm:xkv_lookup_declined"] == 8
+    assert stats.counted["vllm:xkv_lookup_misses"] == 1
+    assert stats.counted["vllm:xkv_held_keys"] == 4
+    assert "vllm:xkv_restore_probes" not in stats.counted
+    now[0] += 10.0
+    assert manager.lookup(keys[0], request("probe")) == "HIT"
+    manager.take_events()
+    stats = manager.get_stats()
+    assert stats.counted["vllm:xkv_restore_probes"] == 1
+
+
+def test_a_declined_request_is_not_staged() -> None:
+    """Where hits are verified first, reading what is then not taken would keep the slow medium busy."""
+    now = [0.0]
+    card = FakeCard()
+    reads = FakeReads()
+    policy = policy_of(card, lambda: now[0])
+    manager = make(card, staging=Staging(reads, pending_seconds=10, groups=1), policy=policy)
+    card.confirm([key(1)])
+    for _ in range(STEPS_MIN):
+        manager.step_scheduled(1_000)
+        now[0] += 0.1
+        manager.take_events()
+    card.totals = 1, 5_000_000_000
+    assert manager.lookup(key(1), request()) == "MISS"
+    manager.on_schedule_end()
+    assert reads.done == []
+    assert reads.free == reads.slots

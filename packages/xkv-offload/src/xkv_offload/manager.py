@@ -17,7 +17,9 @@ from xkv_store.key import chunk_tag
 
 from .entries import Entry, entries, gateway_of
 from .identity import after_reset
+from .meter import Totals
 from .metrics import Increments, metric_name
+from .restore_policy import RestorePolicy
 from .staging import Answer, Staging
 from .transfer import StagedObject, XkvTransferSpec
 
@@ -65,6 +67,9 @@ class Card(Protocol):
 
     def fragments(self, tag: int) -> int:
         """Fragments of the largest object of which this tag's entry speaks."""
+
+    def loaded(self) -> Sequence[Totals]:
+        """What each rank has loaded, and in how much time."""
 
     def close(self) -> None:
         """Detach."""
@@ -116,9 +121,18 @@ class XkvManager:
     No exception leaves a method: it is counted, logged, and answered like a miss or an empty store.
     """
 
-    def __init__(self, *, card: Card, options: ManagerOptions, words: Words, staging: Staging | None = None) -> None:
-        """`staging`: where hits are verified before they are given (ADR 0007)."""
+    def __init__(
+        self,
+        *,
+        card: Card,
+        options: ManagerOptions,
+        words: Words,
+        staging: Staging | None = None,
+        policy: RestorePolicy | None = None,
+    ) -> None:
+        """`staging`: where hits are verified before they are given (ADR 0007). `policy`: where they may be declined."""
         self._card = card
+        self._policy = policy
         self._staging = staging
         self._options = options
         self._words = words
@@ -158,6 +172,9 @@ class XkvManager:
         self._read_denials()
         if not self._held(key, touch=True):
             self._counts.add("lookup_misses")
+            return self._words.miss
+        if self._policy is not None and not self._policy.allows(req_id, key):
+            self._counts.add("lookup_declined")
             return self._words.miss
         if self._staging is None:
             self._counts.add("lookup_hits")
@@ -245,12 +262,16 @@ class XkvManager:
         staged: tuple[tuple[StagedObject, ...], ...] = ()
         if self._staging is not None:
             staged = self._guarded(self._staging.take_for_load, staged, req_context.req_id, keys)
+        if self._policy is not None:
+            self._guarded(self._policy.load_begins, None, req_context.req_id, keys)
         return XkvTransferSpec(namespace=self._namespace, keys=keys, req_id=req_context.req_id, staged=staged)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Says nothing about success; a failed load has left its denial."""
         if self._staging is not None:
             self._guarded(self._staging.loaded, None, req_context.req_id, keys)
+        if self._policy is not None:
+            self._guarded(self._policy.load_ended, None, req_context.req_id)
 
     def get_load_source(self, key: bytes, req_context: Any) -> object:
         """Where loads come from, in the words of releases that ask."""
@@ -357,6 +378,8 @@ class XkvManager:
         self._live.discard(req_context.req_id)
         if self._staging is not None:
             self._guarded(self._staging.forget, None, req_context.req_id)
+        if self._policy is not None:
+            self._guarded(self._policy.request_ended, None, req_context.req_id)
 
     def on_schedule_end(self, context: Any = None) -> None:
         """Hand the step's recency and reads to the gateway."""
@@ -366,12 +389,26 @@ class XkvManager:
             tags, self._touched = self._touched, []
             self._guarded(self._card.touch, None, tags)
 
+    @property
+    def wants_steps(self) -> bool:
+        """Whether `step_scheduled` is of any use."""
+        return self._policy is not None
+
+    def step_scheduled(self, prompt_tokens: int) -> None:
+        """A step that computes so many tokens of prompts is scheduled (see `steps`)."""
+        if self._policy is not None:
+            self._guarded(self._policy.step_begins, None, prompt_tokens)
+
     def has_pending_work(self) -> bool:
         """Never: nothing here needs the engine to step."""
         return False
 
     def take_events(self) -> Iterable[object]:
-        """None yet: what the card confirms or evicts is not announced."""
+        """None yet: what the card confirms or evicts is not announced. vLLM asks once after each step."""
+        if self._policy is not None:
+            self._guarded(self._policy.step_ends, None)
+            if probes := self._policy.take_probes():
+                self._counts.add("restore_probes", probes)
         return ()
 
     def reset_cache(self) -> None:
@@ -388,6 +425,8 @@ class XkvManager:
         self._stale = set(self._live)
         if self._staging is not None:
             self._guarded(self._staging.reset, None)
+        if self._policy is not None:
+            self._guarded(self._policy.reset, None)
         self._counts.add("resets")
 
     def on_reset_flushed(self) -> None:

@@ -38,6 +38,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "pending_timeouts": ("Requests that waited longer than xkv.pending_timeout_ms", "manager"),
     "verify_failures": ("Objects that could not be verified", "manager"),
     "lookup_denied": ("Lookups of objects whose load had failed", "manager"),
+    "lookup_declined": ("Lookups answered with a miss since restoring takes longer than computing", "manager"),
+    "restore_probes": ("Requests restored to see how fast that is, while hits are declined", "manager"),
     "lookup_no_gateway": ("Lookups while the gateway was not there", "manager"),
     "store_keys": ("Chunks given to the workers to be stored", "manager"),
     "held_keys": ("Chunks not stored because the card holds them, or is about to", "manager"),
