@@ -118,21 +118,24 @@ def test_declined_hits_are_computed_and_not_stored_again(
     assert restored.loaded(0) == [tuple(range(20))]
 
 
-def test_a_probe_restores_a_prefix_without_its_tail(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a window, too, which is searched from the end of what the prefix has."""
+@pytest.mark.parametrize(("shape", "blocks"), [(PLAIN, 8), (GROUPS, 20)], ids=["one group", "windows"])
+def test_a_probe_restores_a_prefix_without_its_tail(
+    rig: Rig, shape: Shape, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole hit where there are windows: a release may have stored none that ends a shorter prefix."""
     tokens = prompt(tokens=16 * 20 + 3, seed=1)
-    first = rig.launch(GROUPS)
+    first = rig.launch(shape)
     first.serve("cold", tokens)
-    rig.gateway.await_objects(sum(map(len, offered(GROUPS, len(tokens)))))
+    rig.gateway.await_objects(sum(map(len, offered(shape, len(tokens)))))
     second = rig.relaunch(first, extra=WHEN_FASTER)
     monkeypatch.setattr("xkv_offload.restore_policy.PROBE_TOKENS", 16 * 8)
     policy = second.manager._policy
     policy._computing, policy._next_probe = True, 0.0
     policy._computed.add(1, 1e6)  # so slow that any restore is fast
     probed = second.serve("probe", tokens, output_tokens=2)
-    assert probed.loaded(0) == [tuple(range(8))]
+    assert probed.loaded(0) == [tuple(range(blocks))]
     second.forget()
-    assert second.serve("next", tokens, output_tokens=2).loaded(0) == [tuple(range(8))], "the second comes at once"
+    assert second.serve("next", tokens, output_tokens=2).loaded(0) == [tuple(range(blocks))], "the second comes at once"
     second.forget()
     assert second.serve("all", tokens, output_tokens=2).loaded(0) == [tuple(range(20))]
     assert policy.take_probes() == 0, "they were taken at the steps' ends"

@@ -42,12 +42,13 @@ class World:
     now: float = 1_000.0
     totals: dict[int, Totals] = field(default_factory=dict)
     requests: int = 0
+    windows: bool = False
 
     def __post_init__(self) -> None:
         self.policy = RestorePolicy(
             chunks={
                 FULL: ChunkFacts(CHUNK_TOKENS, CHUNK_TOKENS * TOKEN_BYTES, is_prefix=True),
-                WINDOW: ChunkFacts(CHUNK_TOKENS, CHUNK_TOKENS * TOKEN_BYTES, is_prefix=False),
+                WINDOW: ChunkFacts(CHUNK_TOKENS, CHUNK_TOKENS * TOKEN_BYTES, is_prefix=not self.windows),
             },
             stages=[Stage(self.loaded)],
             clock=lambda: self.now,
@@ -228,13 +229,15 @@ def test_a_probe_is_one_at_a_time_and_waits_for_what_is_under_way() -> None:
     assert world.policy.allows("f", key(0))
 
 
-def test_windows_of_a_probe_are_whole() -> None:
-    world = World()
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_probe_is_whole_where_a_shorter_prefix_may_have_no_window(windows: bool) -> None:
+    world = World(windows=windows)
     world.slow_down()
     world.now += 1_000
-    most = PROBE_TOKENS // CHUNK_TOKENS
-    assert [world.policy.allows("p", key(number)) for number in range(8)] == [True] * most + [False] * (8 - most)
-    assert all(world.policy.allows("p", key(number, WINDOW)) for number in range(8))
+    most = 8 if windows else PROBE_TOKENS // CHUNK_TOKENS
+    for group in (FULL, WINDOW):
+        given = [world.policy.allows("p", key(number, group)) for number in range(8)]
+        assert given == [True] * most + [False] * (8 - most)
 
 
 def test_the_slowest_rank_counts() -> None:

@@ -259,11 +259,11 @@ class RestorePolicy:
     def _is_probed(self, probe: _Probe, key: bytes) -> bool:
         """Whether a chunk belongs to the part of its prefix that a probe restores.
 
-        Groups that are searched from the end for a window are not cut: they would be missed, and nothing restored.
+        All of it where a group has windows: the card may hold none that ends a shorter prefix, and nothing is restored.
         """
         group = int.from_bytes(key[-4:], "big")
         facts = self._chunks.get(group)
-        if facts is None or not facts.is_prefix:
+        if facts is None or not all(one.is_prefix for one in self._chunks.values()):
             return True
         chunks = probe.chunks.setdefault(group, set())
         if key not in chunks and len(chunks) < max(1, PROBE_TOKENS // facts.tokens):
