@@ -91,7 +91,9 @@ def request(name: str = "r") -> Any:
     return SimpleNamespace(req_id=name)
 
 
-def make(card: FakeCard, *, staging: Any = None, policy: RestorePolicy | None = None, **changes: Any) -> XkvManager:
+def make(
+    card: FakeCard, *, staging: Any = None, policy: RestorePolicy | None = None, event: Any = None, **changes: Any
+) -> XkvManager:
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
         "ranks": 1,
@@ -113,6 +115,7 @@ def make(card: FakeCard, *, staging: Any = None, policy: RestorePolicy | None = 
             request_context=SimpleNamespace,
             stats=Stats,
             load_source="DISK",
+            event=event,
         ),
     )
 
@@ -479,3 +482,47 @@ def test_a_declined_request_is_not_staged() -> None:
     manager.on_schedule_end()
     assert reads.done == []
     assert reads.free == reads.slots
+
+
+def test_events_tell_what_the_card_holds_and_holds_no_more() -> None:
+    def event(keys: Sequence[bytes], removed: bool) -> tuple[bool, list[bytes]]:
+        return removed, list(keys)
+
+    card = FakeCard()
+    manager = make(card, event=event)
+    assert stored(manager, [key(1), key(2)]) == [key(1), key(2)]
+    manager.complete_store({key(1), key(2)}, request())
+    assert list(manager.take_events()) == [], "that its bytes have left the GPU proves nothing"
+    card.confirm([key(1)])
+    assert list(manager.take_events()) == [(False, [key(1)])]
+    card.confirm([key(2), key(3)], generation=2)
+    assert list(manager.take_events()) == [(False, [key(2)])]
+    assert manager.lookup(key(3), request("other")) == "HIT"
+    assert list(manager.take_events()) == [(False, [key(3)])], "another engine's"
+    card.living = False
+    card.table.entries.clear()
+    assert list(manager.take_events()) == [], "it may be there again when the gateway is"
+    card.living = True
+    ((removed, keys),) = manager.take_events()
+    assert removed
+    assert sorted(keys) == [key(1), key(2), key(3)]
+    card.confirm([key(1)], generation=3)
+    assert manager.lookup(key(1), request()) == "HIT"
+    card.new_denials = [(next(iter(card.table.entries)), 3)]
+    assert list(manager.take_events()) == [(False, [key(1)])]
+    assert manager.lookup(key(1), request()) == "MISS"
+    assert list(manager.take_events()) == [(True, [key(1)])], "it is not believed"
+    card.confirm([key(4)], generation=4)
+    manager.lookup(key(4), request())
+    manager.take_events()
+    manager.reset_cache()
+    assert list(manager.take_events()) == [(True, [key(4)])]
+
+
+def test_nobody_listens_and_nothing_is_remembered() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(1)])
+    assert manager.lookup(key(1), request()) == "HIT"
+    assert manager._announced is None
+    assert list(manager.take_events()) == []

@@ -1,19 +1,14 @@
 """Which chunks are said to be on the card, to whoever listens to vLLM's KV events.
 
-Owns: what is waited for until the card confirms it, what was announced, and looking, a little at each step, for what has
-left the card since.
+Owns: what is waited for until the card confirms it, what was announced, and looking, a little at each step, for what
+has left the card since.
 Must not know: vLLM's events (they are made of what is found here), the lookup table, the gateway.
 """
 
-from __future__ import annotations
-
 import time
-from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+from itertools import islice
 
 WAITING_MAX = 1 << 16  # stored, not yet confirmed; beyond it the oldest are announced when a lookup finds them
 WAITING_SECONDS = 10.0  # what is not confirmed by then has failed
@@ -36,10 +31,9 @@ class Announcements:
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
         self._waiting: dict[bytes, float] = {}  # until when
-        self._announced: dict[bytes, None] = {}
-        self._turn: deque[bytes] = deque()  # announced keys, in the order of being looked at
-        self._new: list[bytes] = []
-        self._gone: list[bytes] = []
+        self._announced: dict[bytes, None] = {}  # those first that were not looked at for longest
+        self._new: dict[bytes, None] = {}
+        self._gone: dict[bytes, None] = {}
 
     def stored(self, keys: Iterable[bytes]) -> None:
         """These are on their way to the card."""
@@ -52,53 +46,48 @@ class Announcements:
 
     def found(self, key: bytes) -> None:
         """The card holds it, whoever stored it."""
-        if key not in self._announced:
-            self._announce(key)
+        if key in self._announced:
+            return
+        self._announced[key] = None
+        self._new[key] = None
+        if len(self._announced) > ANNOUNCED_MAX:
+            self._remove(next(iter(self._announced)))
 
     def poll(self) -> list[News]:
         """What is new since the last call. To be asked once in a step, while the card's gateway is there."""
         now = time.monotonic()
-        looked_at = list(zip(self._waiting.items(), range(LOOKED_AT_MAX), strict=False))
-        for (key, until), _ in looked_at:
+        for key, until in list(islice(self._waiting.items(), LOOKED_AT_MAX)):
             del self._waiting[key]
             if self._held(key):
                 self.found(key)
             elif until > now:
                 self._waiting[key] = until  # behind the others
-        for _ in range(min(LOOKED_AT_MAX, len(self._turn))):
-            key = self._turn.popleft()
-            if key not in self._announced:
-                continue
+        for key in list(islice(self._announced, LOOKED_AT_MAX)):
             if self._held(key):
-                self._turn.append(key)
+                self._announced[key] = self._announced.pop(key)
             else:
                 self._remove(key)
-        return self._taken()
+        # Removals first: what went and came back since the last call is there.
+        gone, new = list(self._gone), list(self._new)
+        self._gone.clear()
+        self._new.clear()
+        return [*_cut(gone, removed=True), *_cut(new, removed=False)]
 
     def reset(self) -> None:
         """Nothing of it is held any more, as far as this engine goes."""
         self._waiting.clear()
         for key in list(self._announced):
             self._remove(key)
-        self._turn.clear()
-
-    def _announce(self, key: bytes) -> None:
-        self._announced[key] = None
-        self._turn.append(key)
-        self._new.append(key)
-        if len(self._announced) > ANNOUNCED_MAX:
-            self._remove(next(iter(self._announced)))
 
     def _remove(self, key: bytes) -> None:
         del self._announced[key]
-        self._gone.append(key)
+        if key in self._new:
+            del self._new[key]  # nobody has heard of it
+        else:
+            self._gone[key] = None
 
-    def _taken(self) -> list[News]:
-        """Removals first: what was removed and is here again since the last call is here."""
-        gone, new = self._gone, self._new
-        self._gone, self._new = [], []
-        news = []
-        for keys, removed in ((gone, True), (new, False)):
-            for first in range(0, len(keys), EVENT_KEYS_MAX):
-                news.append(News(keys[first : first + EVENT_KEYS_MAX], removed))
-        return news
+
+def _cut(keys: list[bytes], *, removed: bool) -> list[News]:
+    return [
+        News(keys[first : first + EVENT_KEYS_MAX], removed=removed) for first in range(0, len(keys), EVENT_KEYS_MAX)
+    ]

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from xkv_store.key import chunk_tag
 
+from .announcements import Announcements
 from .entries import Entry, entries, gateway_of
 from .identity import after_reset
 from .meter import Totals
@@ -86,6 +87,7 @@ class Words:
     request_context: Callable[[], object]
     stats: Callable[[], Any]
     load_source: object | None
+    event: Callable[[Sequence[bytes], bool], object] | None = None  # of keys, removed or stored; None: nobody listens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,7 @@ class XkvManager:
         self._pending: dict[bytes, tuple[float, tuple[int, ...]]] = {}  # until when, and what was denied of it by then
         self._prepared_bytes: dict[bytes, int] = {}
         self._requests: dict[str, _Request] = {}
+        self._announced = Announcements(self._is_there) if words.event is not None else None
         self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
         self._stale: set[str] = set()
         self._shed_logged = -SHED_LOG_SECONDS
@@ -173,6 +176,8 @@ class XkvManager:
         if not self._held(key, touch=True):
             self._counts.add("lookup_misses")
             return self._words.miss
+        if self._announced is not None:
+            self._announced.found(key)
         if self._policy is not None and not self._policy.allows(req_id, key):
             self._counts.add("lookup_declined")
             return self._words.miss
@@ -212,11 +217,15 @@ class XkvManager:
             if found is None or found[1] & bits != bits:
                 return False
             if self._is_denied(tag, found[0]):
-                self._counts.add("lookup_denied")
+                if touch:
+                    self._counts.add("lookup_denied")
                 return False
             if touch and len(self._touched) < TOUCHED_MAX:
                 self._touched.append(tag)
         return True
+
+    def _is_there(self, key: bytes) -> bool:
+        return self._held(key, touch=False)
 
     def _entries_of(self, key: bytes) -> tuple[Entry, ...]:
         """The entries that a hit of `key` needs."""
@@ -317,6 +326,8 @@ class XkvManager:
         while len(self._pending) > PENDING_KEYS_MAX:
             self._pending.pop(next(iter(self._pending)))
         self._counts.add("store_keys", len(chosen))
+        if self._announced is not None:
+            self._announced.stored(chosen)
         return XkvTransferSpec(
             namespace=self._namespace,
             keys=tuple(chosen),
@@ -404,12 +415,18 @@ class XkvManager:
         return False
 
     def take_events(self) -> Iterable[object]:
-        """None yet: what the card confirms or evicts is not announced. vLLM asks once after each step."""
+        """What the card holds and what it holds no more, as far as it was found out. VLLM asks once after each step."""
         if self._policy is not None:
             self._guarded(self._policy.step_ends, None)
             if probes := self._policy.take_probes():
                 self._counts.add("restore_probes", probes)
-        return ()
+        return self._guarded(self._news, ())
+
+    def _news(self) -> Sequence[object]:
+        """Events; none while the gateway is not there: what was announced may be hit again when it is."""
+        if self._announced is None or self._words.event is None or not self._card.alive():
+            return ()
+        return [self._words.event(news.keys, news.removed) for news in self._announced.poll()]
 
     def reset_cache(self) -> None:
         """Move to a namespace of this launch: nothing stored before is hit, late stores land in the old one.
@@ -422,6 +439,8 @@ class XkvManager:
         self._pending.clear()
         self._prepared_bytes.clear()
         self._requests.clear()
+        if self._announced is not None:
+            self._announced.reset()
         self._stale = set(self._live)
         if self._staging is not None:
             self._guarded(self._staging.reset, None)

@@ -13,7 +13,9 @@ from typing import Any
 from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import (
     current_vllm_config,
+    event_maker,
     framework,
+    kv_events_are_on,
     kv_load_failure_policy,
     kv_role,
     layer_specs,
@@ -152,6 +154,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 request_context=_framework.RequestOffloadingContext,
                 stats=_framework.OffloadingConnectorStats,
                 load_source=_framework.CacheHitSource.DISK if _framework.CacheHitSource else None,
+                event=event_maker() if kv_events_are_on(self) else None,
             ),
         )
 
