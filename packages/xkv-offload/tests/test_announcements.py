@@ -39,7 +39,7 @@ def test_stored_when_confirmed_and_removed_when_it_has_left() -> None:
 
 def test_what_is_never_confirmed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(announcements.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     card = Card()
     card.told.stored([key(1)])
     now[0] += announcements.WAITING_SECONDS + 1

@@ -302,7 +302,7 @@ def test_what_was_under_way_at_a_reset_stores_nothing_more() -> None:
 
 
 @pytest.mark.parametrize(("changes", "hit", "kept"), [({"loads": False}, "MISS", 1), ({"stores": False}, "HIT", 0)])
-def test_producers_only_store_and_consumers_only_load(changes: dict[str, bool], hit: str, kept: int) -> None:
+def test_producers_only_store_and_consumers_only_load(changes: dict[str, Any], hit: str, kept: int) -> None:
     card = FakeCard()
     manager = make(card, **changes)
     card.confirm([key(1)])
@@ -503,7 +503,8 @@ def test_events_tell_what_the_card_holds_and_holds_no_more() -> None:
     card.table.entries.clear()
     assert list(manager.take_events()) == [], "it may be there again when the gateway is"
     card.living = True
-    ((removed, keys),) = manager.take_events()
+    told: list[Any] = list(manager.take_events())
+    ((removed, keys),) = told
     assert removed
     assert sorted(keys) == [key(1), key(2), key(3)]
     card.confirm([key(1)], generation=3)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from xkv_offload import meter as meter_module
 from xkv_offload.meter import Meter
 
 
@@ -12,7 +11,7 @@ from xkv_offload.meter import Meter
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets the clock, in ns."""
     now = [0]
-    monkeypatch.setattr(meter_module.time, "monotonic_ns", lambda: now[0])
+    monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
 
     def set_to(ns: int) -> None:
         now[0] = ns
