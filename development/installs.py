@@ -25,8 +25,9 @@ PINS: Final = ROOT / "requirements" / "run.txt"
 COMMAND_S_MAX: Final = 300  # fetching some ten wheels over a slow line
 # What can be installed without the others, and everything. The backend needs the other two.
 ALONE: Final = (("xkv_compat",), ("xkv_store",), ("xkv_store", "xkv_compat", "xkv_offload"))
-# These modules ask vLLM for its base classes, and no vLLM is here; tests/test_stack_* import them.
-NEED_VLLM: Final = ("xkv_offload.spec", "xkv_offload.connector")
+# These modules ask vLLM for its base classes, or Triton for its compiler, and neither is here; tests/test_stack_* import
+# the former, a machine with a GPU the latter.
+NEED_VLLM: Final = ("xkv_offload.spec", "xkv_offload.connector", "xkv_offload.copy_triton")
 IMPORTS: Final = """
 import importlib, pkgutil, sys
 for name in sys.argv[2:]:
