@@ -204,6 +204,7 @@ def attached(
     rank: int = 0,
     ranks: int = 1,
     ring_use: RingUse = RingUse.LEASED,
+    slot_bytes: int = SLOT_BYTES,
 ) -> Client:
     """One rank of an engine; alone unless `ranks` says otherwise."""
     return Client.attach(
@@ -217,7 +218,7 @@ def attached(
             load_reserve_bytes=ring_bytes // 2,
             staged_bytes=0,
             ring_use=ring_use,
-            fragment_bytes=SLOT_BYTES - HEADER_BYTES,
+            fragment_bytes=slot_bytes - HEADER_BYTES,
             connect_timeout_ms=20_000,
             heartbeat_timeout_ms=3_000,
             embedded=None,
@@ -229,7 +230,8 @@ def rank_context(
     client: Client, tensors: list[torch.Tensor], layout: ObjectLayout, bpc: int, *, rank: int = 0
 ) -> RankContext:
     """One rank, its ring registered; all ranks of an engine have the same objects."""
-    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
+    fragment_bytes = client.ring.slot_bytes - HEADER_BYTES
+    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=fragment_bytes)
     mover.use_ring(client.ring.array, [range(client.ring.slots)])
     return RankContext(
         client=client,
@@ -237,7 +239,7 @@ def rank_context(
         object_rank=0,
         writes=rank == 0,
         blocks_per_chunk=bpc,
-        fragment_bytes=FRAGMENT_BYTES,
+        fragment_bytes=fragment_bytes,
         layouts=[layout],
         lone_last_block=[False],
         positions={0: 0},

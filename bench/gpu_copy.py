@@ -279,15 +279,15 @@ def until(worker: XkvWorker, jobs: set[int]) -> float:
     return time.perf_counter()
 
 
-def whole_jobs(figures: Figures, folder: Path, where: str, options: Sequence[str]) -> None:
+def whole_jobs(figures: Figures, folder: Path, where: str, options: Sequence[str], slot_bytes: int) -> None:
     """1 GB of the 8B shape (objects of 33.6 MB): stored until reported and until confirmed, then loaded."""
     sizes, _, bpc = CASES["llama 8B, 16 tokens a block"]
     layout = ObjectLayout(bpc, tuple(Page(number, size) for number, size in enumerate(sizes)))
     tensors = tensors_for(sizes[0], len(sizes))
     chunks = JOB_BYTES // layout.chunk_bytes
     moved = chunks * layout.chunk_bytes
-    with gateway_process(folder, options):
-        context = rank_context(attached(folder, "one", 4 << 30), tensors, layout, bpc)
+    with gateway_process(folder, [*options, "--slot-bytes", str(slot_bytes)]):
+        context = rank_context(attached(folder, "one", 4 << 30, slot_bytes=slot_bytes), tensors, layout, bpc)
         worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
         left: list[float] = []
         confirmed: list[float] = []
@@ -313,8 +313,9 @@ def whole_jobs(figures: Figures, folder: Path, where: str, options: Sequence[str
             ("loaded", "card to GPU: reported", loaded),
         ):
             rate = moved / statistics.median(taken[1:]) / GB  # the first run touches the ring and the file
-            figures.add(f"{where}_{key}", f"{name}, {where}", rate, f"{rate:.2f} GB/s")
-        if where == "memory":
+            slots = f"slots of {slot_bytes >> 10} KiB"
+            figures.add(f"{where}_{key}_{slot_bytes}", f"{name}, {where}, {slots}", rate, f"{rate:.2f} GB/s")
+        if where == "memory" and slot_bytes == SLOT_BYTES:
             submits(figures, worker, bpc)
         worker.shutdown()
 
@@ -425,11 +426,12 @@ def all_copies(figures: Figures, ring: Ring) -> None:
 
 
 def all_jobs(figures: Figures, memory: Path, disk: Path | None) -> None:
-    """A card in memory, a card on the disk."""
+    """A card in memory, a card on the disk; with slots of some sizes."""
     for where, parent in (("memory", memory), ("disk", disk)):
-        with tempfile.TemporaryDirectory(dir=parent) as folder:
-            whole_jobs(figures, Path(folder), where, ["--io-threads", "16", "--databases", "8"])
-        torch.cuda.empty_cache()
+        for slot_bytes in (SLOT_BYTES, 4 * SLOT_BYTES, 16 * SLOT_BYTES):
+            with tempfile.TemporaryDirectory(dir=parent) as folder:
+                whole_jobs(figures, Path(folder), where, ["--io-threads", "16", "--databases", "8"], slot_bytes)
+            torch.cuda.empty_cache()
 
 
 def main() -> int:

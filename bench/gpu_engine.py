@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,15 @@ NEW_TOKENS = 2
 RESTORES = 3
 PHASE_S_MAX = 280
 GIB = 1 << 30
+RING = {"xkv.ring_bytes": 6 * GIB, "xkv.load_reserve_bytes": 2 * GIB, "xkv.store_backlog_bytes": 4 * GIB}
+SLOTS = {"xkv.fragment_bytes": (1 << 20) - 1024}
+OF_XKV: dict[str, dict[str, int]] = {
+    "xkv": RING,
+    "xkvslots": RING | SLOTS,  # fewer, larger slots
+    # As much memory as the CPU offloading has: what was loaded once is found in the ring.
+    "xkvring": SLOTS
+    | {"xkv.ring_bytes": 24 * GIB, "xkv.load_reserve_bytes": 18 * GIB, "xkv.store_backlog_bytes": 4 * GIB},
+}
 LENGTHS = (8_000, 32_000, 64_000)
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -79,11 +89,9 @@ def offloading(name: str, folder: Path) -> dict[str, Any] | None:
         "xkv.capacity_bytes": 28 * GIB,
         "xkv.databases": 8,
         "xkv.io_threads": 12,
-        "xkv.ring_bytes": 6 * GIB,
-        "xkv.load_reserve_bytes": 2 * GIB,
-        "xkv.store_backlog_bytes": 4 * GIB,
         "xkv.linger_s": 5.0,
         "xkv.connect_timeout_ms": 60_000,
+        **OF_XKV[name],
     }
 
 
@@ -92,7 +100,7 @@ def prompt(length: int, number: int) -> list[int]:
     return [(7 * i * i + 3 * i + 11 * number + 1) % 60_000 + 5 for i in range(length)]
 
 
-def make_engine(name: str, folder: Path, shape: str) -> Any:
+def make_engine(name: str, folder: Path, shape: str, *, graphs: bool) -> Any:
     """An engine in this process, with weights that are made up (alike in each process)."""
     from vllm import LLM  # noqa: PLC0415 - only the children load vLLM
 
@@ -104,7 +112,11 @@ def make_engine(name: str, folder: Path, shape: str) -> Any:
         model=str(folder / shape),
         load_format="dummy",
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        enforce_eager=not graphs,
+        # Steps that decode are replayed whole; nothing is compiled, which would take minutes.
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8]}
+        if graphs
+        else None,
         dtype="bfloat16",
         block_size=64 if shape == "mla" else 16,
         max_model_len=66_000,
@@ -173,7 +185,7 @@ def restores(llm: Any, name: str, lengths: tuple[int, ...]) -> dict[str, Any]:
 
 
 def decode(llm: Any, *, prompts: bool) -> dict[str, float]:
-    """Steps of 8 requests that decode; with `prompts`, while one of 8,000 tokens comes every 40 steps."""
+    """Steps of 8 requests that decode; with `prompts`, while one of 8,000 tokens comes every 12 steps."""
     from vllm import SamplingParams  # noqa: PLC0415 - as above
 
     engine = llm.llm_engine
@@ -186,7 +198,7 @@ def decode(llm: Any, *, prompts: bool) -> dict[str, float]:
         engine.step()
     taken = []
     for step in range(320):
-        if prompts and step % 40 == 0:
+        if prompts and step % 12 == 0:
             engine.add_request(f"prompt-{step}", {"prompt_token_ids": prompt(8_000, 200 + step)}, short)
         began = time.perf_counter()
         engine.step()
@@ -201,11 +213,11 @@ def decode(llm: Any, *, prompts: bool) -> dict[str, float]:
     }
 
 
-def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict[str, Any]:
+def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...], *, graphs: bool) -> dict[str, Any]:
     """One engine in this process."""
-    submits = timed_submits() if name == "xkv" else {}
+    submits = timed_submits() if name in OF_XKV else {}
     began = time.perf_counter()
-    llm = make_engine(name, folder, shape)
+    llm = make_engine(name, folder, shape, graphs=graphs)
     result: dict[str, Any] = {"start_s": time.perf_counter() - began, "lengths": restores(llm, name, lengths)}
     if shape == "8b":
         result["decode_alone"] = decode(llm, prompts=False)
@@ -217,16 +229,28 @@ def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict
                 "max": 1e6 * max(times),
                 "count": len(times),
             }
-    if name == "xkv":
+    if name in OF_XKV:
         from xkv_offload.metrics import PROCESS_COUNTERS  # noqa: PLC0415 - as above
 
         result["counters"] = {key: value for key, value in PROCESS_COUNTERS.items() if value}
+        result["gateway"] = gateway_counters(folder)
     return result
 
 
-def run_child(folder: Path, name: str, shape: str, lengths: tuple[int, ...]) -> dict[str, Any]:
+def gateway_counters(folder: Path) -> dict[str, int]:
+    """What the engine's gateway has read, and what it found in the ring."""
+    from xkv_store.sockets import socket_for_card  # noqa: PLC0415 - only where xkv is measured
+    from xkv_store.tool import Tool  # noqa: PLC0415 - as above
+
+    with closing(Tool(socket_for_card(folder / "sockets", folder / "card"))) as tool:
+        counters = json.loads(tool.status())["counters"]
+    return {key: value for key, value in counters.items() if value}
+
+
+def run_child(folder: Path, name: str, shape: str, lengths: tuple[int, ...], *, graphs: bool) -> dict[str, Any]:
     """The phase in a process of its own; its result is the last line of its output."""
     command = [sys.executable, __file__, str(folder), "--phase", name, shape, ",".join(map(str, lengths))]
+    command += ["--graphs"] if graphs else []
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     try:
         done = subprocess.run(
@@ -267,13 +291,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--engines", default="none-8b,cpu-8b,xkv-8b,none-8b,cpu-mla,xkv-mla")
+    parser.add_argument("--engines", default="none-8b,cpu-8b,xkv-8b,xkvslots-8b,xkvring-8b,none-8b,cpu-mla,xkvring-mla")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
+    parser.add_argument("--graphs", action="store_true", help="decode by CUDA graphs, as engines do that serve")
     parser.add_argument("--phase", nargs=3)
     options = parser.parse_args()
     if options.phase:
         name, shape, lengths = options.phase
-        result = phase(options.folder, name, shape, tuple(int(one) for one in lengths.split(",")))
+        result = phase(
+            options.folder, name, shape, tuple(int(one) for one in lengths.split(",")), graphs=options.graphs
+        )
         print("RESULT " + json.dumps(result), flush=True)
         os._exit(0)  # an engine's threads need not be waited for
     results = {}
@@ -281,7 +308,8 @@ def main() -> None:
         name, shape = engine.split("-")
         folder = options.folder / engine
         key = f"{engine} again" if engine in results else engine
-        results[key] = run_child(folder, name, shape, tuple(int(one) for one in options.lengths.split(",")))
+        lengths = tuple(int(one) for one in options.lengths.split(","))
+        results[key] = run_child(folder, name, shape, lengths, graphs=options.graphs)
         print("\n".join(table({key: results[key]})), flush=True)
         if options.json:
             options.json.write_text(json.dumps(results, indent=1))

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from stand.cases import Stand
     from stand.engines import Engine
+    from stand.pools import Pool
 
 pytest_plugins = ("stand.fixtures",)
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(450)]
@@ -87,9 +88,14 @@ def ask_again(engine: Engine, asked: Prompts, expected: Prompts) -> int:
     return answer.counters.product["load_objects"]
 
 
-def test_each_rank_restores_its_own(stand: Stand, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def pool(stand: Stand) -> Pool:
+    """Three prompts with their answers."""
+    return stand.decided(LLAMA, 3)
+
+
+def test_each_rank_restores_its_own(stand: Stand, pool: Pool, tmp_path: Path) -> None:
     """One test, since each start takes long: vLLM spawns the ranks, and each imports everything."""
-    pool = stand.decided(LLAMA, 3)
     # One prompt for most of it, and one for each end while it is loaded: what a ring still holds is not read again.
     asked, other_asked, last_asked = ([prompt] for prompt in pool.prompts)
     expected, other_expected, _ = ([answer] for answer in pool.answers)
@@ -208,3 +214,27 @@ def test_one_object_for_both_ranks_is_refused(stand: Stand, tmp_path: Path) -> N
             stand.engine(replace(config, extra={**config.extra, "xkv.tp_layout": "replicated"}))
         assert leftovers(gateway.status, STOP_S_MAX) == ""
         assert gateway.status()["objects"] == 0
+
+
+def test_a_gateway_for_each_rank(stand: Stand, pool: Pool, tmp_path: Path) -> None:
+    """`xkv.port_per_rank`: a card has its own rank's objects; with one gateway gone nothing is hit, nor wrong."""
+    asked, expected = pool.prompts[:1], pool.answers[:1]
+    with Gateway(tmp_path / "0") as first, Gateway(tmp_path / "1", before=first) as second:
+        config = stand.offloading(LLAMA, first, blocks_per_chunk=BLOCKS_PER_CHUNK, llm=PARALLEL)
+        assert config.extra is not None
+        with two_ranks(stand, replace(config, extra={**config.extra, "xkv.port_per_rank": True})) as engine:
+            assert store(engine, asked, expected) == RANKS * CHUNKS
+            assert [gateway.status()["objects"] for gateway in (first, second)] == [CHUNKS, CHUNKS]
+            engine.reset_prefix()
+            _all_is_restored(engine, asked, expected)
+            for rank in range(RANKS):
+                assert_canary(engine, asked, expected, rank=rank, ranks=RANKS)
+            second.kill()
+            engine.reset_prefix()
+            missed = generate(engine, asked)
+            assert missed.tokens == expected
+            assert_missed(missed)
+            second.start()
+            restore_after_return(engine, asked, expected)
+        for gateway in (first, second):
+            assert leftovers(gateway.status, FREED_S_MAX) == ""

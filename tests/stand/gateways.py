@@ -56,10 +56,13 @@ class Gateway:
         slot_bytes: int = SLOT_BYTES,
         grace_ms: int = 0,
         faults: FaultPlan | None = None,
+        before: Gateway | None = None,
     ) -> None:
-        """`faults`: what goes wrong with its medium."""
+        """`faults`: what goes wrong with its medium. `before`: the gateway of the rank before, on the port before."""
+        self._is_first = before is None
+        self._port: int = PORT if before is None else before._port + 1
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
-        self._sockets = Path(tempfile.mkdtemp(prefix="xkv-"))
+        self._sockets: Path = Path(tempfile.mkdtemp(prefix="xkv-")) if before is None else before._sockets
         self._fragment_bytes = slot_bytes - HEADER_BYTES
         self._points = folder / "points"
         self._log = folder / "gateway.log"
@@ -69,7 +72,7 @@ class Gateway:
             program = "xkv_store.testing.faulty_gateway"
             self._environment[faulty_gateway.ENVIRONMENT_NAME] = str(folder / "faults")
         self._command = [
-            *(sys.executable, "-m", program, "gateway", "run", "--json", "--port", str(PORT)),
+            *(sys.executable, "-m", program, "gateway", "run", "--json", "--port", str(self._port)),
             *("--card", str(folder / "card"), "--socket-dir", str(self._sockets), "--capacity", capacity),
             *("--databases", str(databases), "--slot-bytes", str(slot_bytes), "--grace-ms", str(grace_ms)),
         ]
@@ -83,7 +86,7 @@ class Gateway:
     def extra(self) -> dict[str, Any]:
         """The keys by which an engine finds this gateway."""
         return {
-            "xkv.port": PORT,
+            "xkv.port": self._port,
             "xkv.socket_dir": str(self._sockets),
             "xkv.ring_bytes": RING_BYTES,
             "xkv.fragment_bytes": self._fragment_bytes,
@@ -159,7 +162,7 @@ class Gateway:
 
     def status(self) -> dict[str, Any]:
         """Its own account: objects, sessions, counters and so on."""
-        with contextlib.closing(Tool(self._sockets / f"{PORT}.sock")) as tool:
+        with contextlib.closing(Tool(self._sockets / f"{self._port}.sock")) as tool:
             found: dict[str, Any] = json.loads(tool.status())
         return found
 
@@ -167,7 +170,8 @@ class Gateway:
         """End it, however it is, and give its socket's folder up."""
         if self._process is not None:
             self.kill()
-        shutil.rmtree(self._sockets)
+        if self._is_first:
+            shutil.rmtree(self._sockets)
 
     def __enter__(self) -> Self:
         return self

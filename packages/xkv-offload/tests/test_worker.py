@@ -659,6 +659,98 @@ def test_copies_that_wait_are_bounded_and_those_beyond_are_shed(
         assert worker.context.client.control.store_bytes() == 0
 
 
+def test_what_waits_for_its_turn_is_what_vllm_said_when_it_asked(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM may use its arrays again as soon as it has submitted."""
+    go_on = held_back(monkeypatch, "gather")
+    with worker_on(tmp_path, engine="a") as (first, stored):
+        first.submit_store(0, whole(1, 1), spec([1]))
+        blocks = np.arange(5, 5 + BPC, dtype=np.int64)  # as ours: nothing has to convert them
+        sizes, indices = [BPC], [0]
+        first.submit_store(1, Blocks(blocks, sizes, indices), spec([2]))
+        blocks[:], sizes[0], indices[0] = 30, 1, 1
+        go_on.set()
+        until_confirmed(2)
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, loaded):
+        second.submit_load(0, spec([2]), whole(20, 1))
+        finish(second, 0)
+        check(stored, loaded, {20 + number: 5 + number for number in range(BPC)})
+
+
+def test_a_store_that_is_waited_for_before_its_turn_comes_first(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[int] = []
+    real = HostMover.gather
+
+    def gather(self: HostMover, move: Move) -> None:
+        order.append(move.part.blocks[0])
+        real(self, move)
+
+    monkeypatch.setattr(HostMover, "gather", gather)
+    go_on = held_back(monkeypatch, "gather")
+    with worker_on(tmp_path) as (worker, _):
+        for job in range(3):
+            worker.submit_store(job, whole(1 + 8 * job, 2), spec([2 * job, 2 * job + 1]))
+        wait = threading.Thread(target=worker.wait, args=({2},))
+        wait.start()
+        deadline = time.monotonic() + DEADLINE_S
+        while not worker._jobs[2].hurried:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(0.05)  # the queue hears of it next
+        go_on.set()
+        wait.join(DEADLINE_S)
+        until_confirmed(6)
+    assert order == [1, 17, 21, 5, 9, 13], "after what had begun"
+
+
+def test_what_was_submitted_is_stored_before_the_worker_ends(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = held_back(monkeypatch, "gather")
+    with worker_on(tmp_path) as (worker, _):
+        for job in range(3):
+            worker.submit_store(job, whole(1 + 4 * job, 1), spec([job]))
+        end = threading.Thread(target=worker.shutdown)
+        end.start()
+        time.sleep(0.05)
+        go_on.set()
+        end.join(DEADLINE_S)
+        assert (PROCESS_COUNTERS["store_objects"], PROCESS_COUNTERS["shed_objects"]) == (3, 0)
+
+
+def test_an_engine_that_only_asks_for_loads_leaves_the_interpreter_to_the_copies(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not one that has a step to run, or waits for no load."""
+    pauses: list[float] = []
+
+    class Pause(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            pauses.append(timeout)
+            return super().wait(timeout)
+
+    with worker_on(tmp_path) as (worker, _):
+        monkeypatch.setattr(worker, "_ended", Pause())
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", DEADLINE_S)
+        store(worker, [1])
+        assert pauses == [], "nothing is loaded"
+        gateway.hold("get.before_read")
+        worker.submit_load(1, spec([1]), whole(1, 1))
+        gateway.await_point("get.before_read")
+        for _ in range(3):
+            assert worker.get_finished() == []
+        assert pauses == [worker_module.PAUSE_SECONDS] * 3
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", 0.0)
+        assert worker.get_finished() == []
+        assert len(pauses) == 3, "a step ran in between"
+        gateway.let_go("get.before_read")
+        assert finish(worker, 1).success
+
+
 @every_gateway
 def test_a_wait_lasts_as_long_as_the_copies_alone(
     gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str

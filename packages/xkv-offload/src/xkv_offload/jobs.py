@@ -11,6 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from .mapping import ChunkPart
+
+Plan = Callable[[], Sequence[ChunkPart]]
+"""Makes a job's plan; run once, on the copy thread."""
 COPY_QUEUE_MAX = 1 << 16  # copies waiting: far above what the ring's slots allow, so reaching it is a fault
 
 
@@ -24,7 +28,10 @@ class Priority(IntEnum):
 
 @dataclass(slots=True)
 class Job:
-    """One job. All fields but `done` are guarded by the worker's lock."""
+    """One job. All fields but `done` are guarded by the worker's lock.
+
+    `outstanding`: its plan, until that is made, and objects. `hurried`: vLLM waits for it.
+    """
 
     job_id: int
     is_store: bool
@@ -36,6 +43,7 @@ class Job:
     moved_bytes: int = 0
     failed_blocks: list[int] = field(default_factory=list)
     cancelled: bool = False
+    hurried: bool = False
     gets: set[int] = field(default_factory=set)
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -54,10 +62,15 @@ class CopyQueue:
         """Queue `work`; False if the queue is full or closed."""
         return self.push_all(priority, job_id, [work]) == 1
 
-    def push_all(self, priority: Priority, job_id: int, works: Sequence[Callable[[], None]]) -> int:
-        """Queue `works` in order, as many of them as there is room for; how many; 0 where it is closed."""
+    def push_all(
+        self, priority: Priority, job_id: int, works: Sequence[Callable[[], None]], *, is_own: bool = False
+    ) -> int:
+        """Queue `works` in order, as many of them as there is room for; how many; 0 where it is closed.
+
+        `is_own`: by what the consuming thread runs, which runs these as well before it ends.
+        """
         with self._condition:
-            taken = 0 if self._closed else min(len(works), COPY_QUEUE_MAX - len(self._work))
+            taken = 0 if self._closed and not is_own else min(len(works), COPY_QUEUE_MAX - len(self._work))
             for work in works[:taken]:
                 self._sequence += 1
                 self._work[self._sequence] = (job_id, work)

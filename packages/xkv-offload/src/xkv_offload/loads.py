@@ -12,13 +12,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from xkv_store.client import Leased, LeaseObject
 from xkv_store.fragment import hold
 from xkv_store.key import ObjectKey
 from xkv_store.wire import LoadStatus
 
 from .copy import Move
-from .jobs import CopyQueue, Job, Priority
+from .jobs import CopyQueue, Job, Plan, Priority
 from .layout import fragment_range
 from .mapping import ChunkPart
 from .metrics import count
@@ -64,27 +67,30 @@ class Loads:
         self._open: dict[int, list[_Fetch]] = {}
         self._feeding = False
 
-    def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Fetch the objects of `parts` in order, as the rank's share has room; copy those that are staged already.
+    def submit(self, job: Job, plan: Plan, spec: XkvTransferSpec, mark: object, blocks: npt.NDArray[np.int64]) -> None:
+        """Fetch the objects of `plan` in order, as the rank's share has room; copy those that are staged already.
 
-        The copy thread does it: vLLM's neither goes through them one by one nor waits for a socket.
+        `blocks`: all that the job is to fill; they have failed where there is no plan. The copy thread does it: vLLM's
+        neither goes through the objects one by one nor waits for a socket.
         """
-        begin = partial(self._begin, job, parts, spec, self._context.mover.ready_mark())
+        begin = partial(self._begin, job, plan, spec, mark, blocks)
         if not self._queue.push(Priority.LOAD, job.job_id, begin):
             begin()
 
-    def _begin(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec, mark: object) -> None:
+    def _begin(self, job: Job, plan: Plan, spec: XkvTransferSpec, mark: object, blocks: npt.NDArray[np.int64]) -> None:
         object_key = self._context.object_key
         try:
             found = [
                 _Fetch(job, part, object_key(spec.namespace, spec.keys[part.key]), self._base(part), mark)
-                for part in parts
+                for part in plan()
             ]
             staged = [spec.staged[fetch.part.key] if spec.staged else () for fetch in found]
         except Exception:
-            for part in parts:
-                self._done(job, 0, part.blocks)
+            self._done(job, 0, blocks.tolist())
             raise
+        with self._lock:
+            job.outstanding += len(found)
+        self._done(job, 0)  # the plan is made
         fetches = []
         for fetch, own in zip(found, staged, strict=True):
             if own:

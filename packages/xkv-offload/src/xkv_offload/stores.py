@@ -17,7 +17,7 @@ from xkv_store.geometry import HEADER_BYTES
 from xkv_store.wire import StoredObject, StoreStatus
 
 from .copy import Move
-from .jobs import CopyQueue, Job, Priority
+from .jobs import CopyQueue, Job, Plan, Priority
 from .layout import fragment_range
 from .mapping import ChunkPart
 from .metrics import count
@@ -55,18 +55,34 @@ class Stores:
         self._done = done
         self._bytes_in_flight = 0
 
-    def submit(self, job: Job, parts: Sequence[ChunkPart], spec: XkvTransferSpec) -> None:
-        """Queue the gathering of `parts`, one copy per object, in order."""
-        mark = self._context.mover.ready_mark()
-        objects = [
-            _Object(job, part, spec, mark, len(part.blocks) * self._context.layouts[part.group].block_bytes)
-            for part in parts
-        ]
-        self._add_ring_bytes([stored.size for stored in objects])
-        works = [partial(self._gather, stored) for stored in objects]
-        taken = self._queue.push_all(Priority.STORE, job.job_id, works)
-        for stored in objects[taken:]:
-            self._shed(stored)
+    def submit(self, job: Job, plan: Plan, spec: XkvTransferSpec, mark: object) -> None:
+        """Store what `plan` says, whose pages are written by `mark`: one copy per object, in order.
+
+        The copy thread plans: vLLM's does not go through the objects one by one.
+        """
+        begin = partial(self._begin, job, plan, spec, mark)
+        if not self._queue.push(Priority.STORE, job.job_id, partial(begin, is_own=True)):
+            begin(is_own=False)
+
+    def _begin(self, job: Job, plan: Plan, spec: XkvTransferSpec, mark: object, *, is_own: bool) -> None:
+        try:
+            objects = [
+                _Object(job, part, spec, mark, len(part.blocks) * self._context.layouts[part.group].block_bytes)
+                for part in plan()
+            ]
+            self._add_ring_bytes([stored.size for stored in objects])
+            with self._lock:
+                job.outstanding += len(objects)
+            works = [partial(self._gather, stored) for stored in objects]
+            taken = self._queue.push_all(Priority.STORE, job.job_id, works, is_own=is_own)
+            for stored in objects[taken:]:
+                self._shed(stored)
+        finally:
+            self._done(job, 0)
+        with self._lock:
+            is_hurried = job.hurried
+        if is_hurried:
+            self._queue.hurry({job.job_id})
 
     def _gather(self, stored: _Object) -> None:
         """On the copy thread: begin to copy one object into the ring."""

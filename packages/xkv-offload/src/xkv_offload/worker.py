@@ -10,9 +10,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .failures import LoadFailedError
 from .jobs import CopyQueue, Job
@@ -28,7 +31,18 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS_MAX = 30.0  # for copies out of or into KV pages, which move at memory speed: longer is a fault
 SHUTDOWN_SECONDS_MAX = 10.0  # for the copy thread to end
+IDLE_STEP_SECONDS = 0.001  # no step that runs a model is as short
+PAUSE_SECONDS = 0.001
 SUSPECT_STEPS = 2  # a step's stores are begun in the next one, and vLLM may have scheduled one more by then
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What vLLM says of a job's blocks, as it was when it was said."""
+
+    block_ids: npt.NDArray[np.int64]
+    group_sizes: npt.NDArray[np.int64]
+    block_indices: npt.NDArray[np.int64]
 
 
 class XkvWorker:
@@ -39,6 +53,8 @@ class XkvWorker:
         self._result = transfer_result
         self._lock = threading.RLock()
         self._jobs: dict[int, Job] = {}
+        self._ended = threading.Event()  # some job has, since vLLM asked last
+        self._asked = -IDLE_STEP_SECONDS  # when vLLM was last told of jobs that have
         self._suspect_steps = 0  # for so long, pages may have been computed from a load that failed inside a step
         self._meter = Meter(lambda moved, busy_ns: context.client.control.set_loaded(context.rank, moved, busy_ns))
         self._queue = CopyQueue()
@@ -57,13 +73,12 @@ class XkvWorker:
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: XkvTransferSpec) -> bool:
         """Begin to store; the pages may be overwritten once the job is reported or waited for."""
         try:
-            parts = self._store_parts(src_spec, dst_spec) if self._context.writes else ()
-            if parts and self._suspect_steps:
-                count("suspect_chunks", len(parts))
-                parts = ()
-            job = self._begin(job_id, is_store=True, objects=len(parts))
-            if parts:
-                self._stores.submit(job, parts, dst_spec)
+            if not self._context.writes:
+                self._begin(job_id, is_store=True, objects=0)
+                return True
+            plan = partial(self._store_parts, _span(src_spec), dst_spec, is_suspect=self._suspect_steps > 0)
+            mark = self._context.mover.ready_mark()
+            self._stores.submit(self._begin(job_id, is_store=True, objects=1), plan, dst_spec, mark)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
             self._survive(job_id, "submit_store", is_store=True, blocks=())
         return True
@@ -75,13 +90,13 @@ class XkvWorker:
         """
         blocks = _integers(dst_spec.block_ids)
         try:
-            parts = self._load_parts(src_spec, blocks, dst_spec)
-            job = self._begin(job_id, is_store=False, objects=len(parts), req_id=src_spec.req_id)
+            plan = partial(self._load_parts, src_spec, _span(dst_spec))
+            mark = self._context.mover.ready_mark()
+            job = self._begin(job_id, is_store=False, objects=1, req_id=src_spec.req_id)
             job.deadline = time.monotonic() + self._context.load_timeout_s
             job.expedited = expedited
-            if parts:
-                self._meter.begin(job_id)
-                self._loads.submit(job, parts, src_spec)
+            self._meter.begin(job_id)
+            self._loads.submit(job, plan, src_spec, mark, blocks)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
             self._survive(
                 job_id, "submit_load", is_store=False, blocks=blocks, req_id=src_spec.req_id, expedited=expedited
@@ -101,6 +116,7 @@ class XkvWorker:
         engine ends rather than serve wrong pages. Where one failed inside its step, the forward pass has read its
         blocks: what the step left in any request's pages may follow from them, and is not stored.
         """
+        self._pause_where_nothing_else_runs()
         now = time.monotonic()
         self._meter.mark()
         self._guarded(lambda: self._loads.expire(self._jobs.values(), now))
@@ -119,6 +135,7 @@ class XkvWorker:
                 self._report_failure(job)
                 if job.expedited:
                     self._suspect_steps = SUSPECT_STEPS
+        self._asked = time.monotonic()
         return [self._transfer_result(job) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
@@ -129,7 +146,9 @@ class XkvWorker:
         """
         with self._lock:
             known = [job for job in (self._jobs.get(number) for number in set(job_ids)) if job is not None]
-        jobs = [job for job in known if job.is_store or job.expedited]
+            jobs = [job for job in known if job.is_store or job.expedited]
+            for job in jobs:
+                job.hurried = True
         self._queue.hurry({job.job_id for job in jobs})
         end = time.monotonic() + WAIT_SECONDS_MAX
         late = [job for job in jobs if not job.done.wait(max(0.0, min(job.deadline, end) - time.monotonic()))]
@@ -155,14 +174,15 @@ class XkvWorker:
 
     # -- inside ----------------------------------------------------------------------------------------------
 
-    def _store_parts(self, src_spec: Any, spec: XkvTransferSpec) -> tuple[ChunkPart, ...]:
+    def _store_parts(self, span: _Span, spec: XkvTransferSpec, *, is_suspect: bool) -> Sequence[ChunkPart]:
+        """On the copy thread: what of a job is stored. `is_suspect`: its pages may follow from a load that failed."""
         context = self._context
         try:
             plan = plan_store(
                 key_groups=context.key_groups(spec.keys),
-                block_ids=_integers(src_spec.block_ids),
-                group_sizes=_integers(src_spec.group_sizes),
-                block_indices=_integers(src_spec.block_indices),
+                block_ids=span.block_ids.tolist(),
+                group_sizes=span.group_sizes.tolist(),
+                block_indices=span.block_indices.tolist(),
                 blocks_per_chunk=context.blocks_per_chunk,
                 lone_last_block=context.lone_last_block,
             )
@@ -171,16 +191,33 @@ class XkvWorker:
             logger.exception("A store's keys and blocks do not match; nothing of it is stored")
             return ()
         count("partial_chunks", len(plan.left_out))
-        return tuple(part for part in plan.parts if context.layouts[part.group].block_bytes)
+        parts = tuple(part for part in plan.parts if context.layouts[part.group].block_bytes)
+        if is_suspect:
+            count("suspect_chunks", len(parts))
+        return () if is_suspect else parts
 
-    def _load_parts(self, spec: XkvTransferSpec, blocks: Sequence[int], dst_spec: Any) -> tuple[ChunkPart, ...]:
+    def _load_parts(self, spec: XkvTransferSpec, span: _Span) -> Sequence[ChunkPart]:
+        """On the copy thread: where each object of a job belongs."""
         return plan_load(
             key_groups=self._context.key_groups(spec.keys),
-            block_ids=blocks,
-            group_sizes=_integers(dst_spec.group_sizes),
-            block_indices=_integers(dst_spec.block_indices),
+            block_ids=span.block_ids.tolist(),
+            group_sizes=span.group_sizes.tolist(),
+            block_indices=span.block_indices.tolist(),
             blocks_per_chunk=self._context.blocks_per_chunk,
         )
+
+    def _pause_where_nothing_else_runs(self) -> None:
+        """Let the copy thread have the interpreter where vLLM's does nothing but ask for loads.
+
+        An engine whose requests all wait for their loads steps without a pause, and its thread then gives the
+        interpreter up only every few milliseconds (`sys.getswitchinterval`): each of the copy thread's calls that
+        releases it waits as long to have it back.
+        """
+        with self._lock:
+            self._ended.clear()
+            is_loading = any(not job.is_store and not job.done.is_set() for job in self._jobs.values())
+        if is_loading and time.monotonic() - self._asked < IDLE_STEP_SECONDS:
+            self._ended.wait(PAUSE_SECONDS)
 
     def _begin(self, job_id: int, *, is_store: bool, objects: int, req_id: str = "") -> Job:
         job = Job(job_id, is_store, objects, req_id=req_id)
@@ -201,6 +238,7 @@ class XkvWorker:
             if job.outstanding == 0:
                 self._meter.end(job.job_id)
                 job.done.set()
+                self._ended.set()
 
     def _survive(
         self,
@@ -271,7 +309,11 @@ class XkvWorker:
                 logger.exception("A copy failed")
 
 
-def _integers(numbers: Any) -> list[int]:
-    """Python's integers, of an array or a list of any kind."""
-    found: list[int] = np.asarray(numbers, np.int64).tolist()
-    return found
+def _span(spec: Any) -> _Span:
+    """Raises ValueError, TypeError or AttributeError where it is none."""
+    return _Span(_integers(spec.block_ids), _integers(spec.group_sizes), _integers(spec.block_indices))
+
+
+def _integers(numbers: Any) -> npt.NDArray[np.int64]:
+    """Integers of an array or a list of any kind, which its owner may use again."""
+    return np.array(numbers, np.int64)
