@@ -14,6 +14,7 @@ from harness import release
 from harness.offered import offered
 from harness.shapes import Shape, full, mla, sliding
 from harness.story import prompt
+from xkv_offload import restore_policy
 from xkv_offload.metrics import PROCESS_COUNTERS
 from xkv_offload.restore_policy import STEP_TOKENS_MIN, RestorePolicy
 
@@ -128,7 +129,7 @@ def test_a_probe_restores_a_prefix_without_its_tail(
     first.serve("cold", tokens)
     rig.gateway.await_objects(sum(map(len, offered(shape, len(tokens)))))
     second = rig.relaunch(first, extra=WHEN_FASTER)
-    monkeypatch.setattr("xkv_offload.restore_policy.PROBE_TOKENS", 16 * 8)
+    monkeypatch.setattr(restore_policy, "PROBE_TOKENS", 16 * 8)
     policy = second.manager._policy
     policy._computing, policy._next_probe = True, 0.0
     policy._computed.add(1, 1e6)  # so slow that any restore is fast
