@@ -21,6 +21,7 @@ _HELD = {
     ("layouts", "kv_caches"): "CanonicalKVCaches",
     ("layouts", "ref"): "CanonicalKVCacheRef",
     ("get_worker", "kv_caches"): "CanonicalKVCaches",
+    ("_span", "spec"): "GPULoadStoreSpec",
     ("get_worker", "tensor"): "CanonicalKVCacheTensor",
     ("_tensor_facts", "tensor"): "CanonicalKVCacheTensor",
     ("get_transfer_results", "results"): "KVConnectorTransferResults",
