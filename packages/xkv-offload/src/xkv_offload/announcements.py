@@ -6,13 +6,14 @@ Must not know: vLLM's events (they are made of what is found here), the lookup t
 """
 
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
 WAITING_MAX = 1 << 16  # stored, not yet confirmed; beyond it the oldest are announced when a lookup finds them
 WAITING_SECONDS = 10.0  # what is not confirmed by then has failed
-ANNOUNCED_MAX = 1 << 18  # some 40 MB; beyond it the oldest are announced as removed: nobody looks after them any more
+ANNOUNCED_MAX = 1 << 18  # some 60 MB; beyond it the oldest are announced as removed: nobody looks after them any more
 LOOKED_AT_MAX = 128  # of those that wait, and of those announced, at each step: 0.3 ms at the most
 EVENT_KEYS_MAX = 1_024  # of one event
 
@@ -30,8 +31,9 @@ class Announcements:
 
     def __init__(self, held: Callable[[bytes], bool]) -> None:
         self._held = held
-        self._waiting: dict[bytes, float] = {}  # until when
-        self._announced: dict[bytes, None] = {}  # those first that were not looked at for longest
+        # Ordered, since a plain one whose first keys are taken out again and again is searched for its first key.
+        self._waiting: OrderedDict[bytes, float] = OrderedDict()  # until when
+        self._announced: OrderedDict[bytes, None] = OrderedDict()  # those first that were not looked at for longest
         self._new: dict[bytes, None] = {}
         self._gone: dict[bytes, None] = {}
 
@@ -39,10 +41,10 @@ class Announcements:
         """These are on their way to the card."""
         until = time.monotonic() + WAITING_SECONDS
         for key in keys:
-            self._waiting.pop(key, None)
             self._waiting[key] = until
+            self._waiting.move_to_end(key)
         while len(self._waiting) > WAITING_MAX:
-            self._waiting.pop(next(iter(self._waiting)))
+            self._waiting.popitem(last=False)
 
     def found(self, key: bytes) -> None:
         """The card holds it, whoever stored it."""
@@ -57,14 +59,16 @@ class Announcements:
         """What is new since the last call. To be asked once in a step, while the card's gateway is there."""
         now = time.monotonic()
         for key, until in list(islice(self._waiting.items(), LOOKED_AT_MAX)):
-            del self._waiting[key]
-            if self._held(key):
+            is_held = self._held(key)
+            if is_held:
                 self.found(key)
-            elif until > now:
-                self._waiting[key] = until  # behind the others
+            if is_held or until <= now:
+                del self._waiting[key]
+            else:
+                self._waiting.move_to_end(key)
         for key in list(islice(self._announced, LOOKED_AT_MAX)):
             if self._held(key):
-                self._announced[key] = self._announced.pop(key)
+                self._announced.move_to_end(key)
             else:
                 self._remove(key)
         # Removals first: what went and came back since the last call is there.
