@@ -229,6 +229,19 @@ def test_a_probe_is_one_at_a_time_and_waits_for_what_is_under_way() -> None:
     assert world.policy.allows("f", key(0))
 
 
+def test_a_probe_of_which_nothing_is_heard_says_nothing() -> None:
+    """The control page of a gateway that has come back, to which no rank has written yet."""
+    world = World()
+    world.slow_down()
+    world.totals[0] = (0, 0)
+    for number in range(5):
+        world.now += 1_000
+        assert world.policy.allows(f"p{number}", key(0))
+        world.policy.load_begins(f"p{number}", [key(0)])
+        world.policy.load_ended(f"p{number}")
+        assert not world.policy.allows(f"n{number}", key(0))
+
+
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_probe_is_whole_where_a_shorter_prefix_may_have_no_window(windows: bool) -> None:
     world = World(windows=windows)

@@ -272,6 +272,9 @@ class RestorePolicy:
 
     def _judge_probe(self) -> None:
         self._measure()
+        if not any(self._restored):
+            self._end_probe()  # nobody has said how fast it was
+            return
         if self._restore_seconds() > self._computed.seconds_each:
             self._fast_probes = 0
             self._probe_seconds = min(2 * self._probe_seconds, PROBE_SECONDS_MAX)
