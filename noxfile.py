@@ -283,6 +283,8 @@ EXPECTED = (
     ("architecture", None),
     ("test", None),
     ("vendored_compat", None),
+    ("docs", None),
+    ("package", None),
     *(("contracts", target.release) for target in ALL),  # some two seconds each once the wheels are there
     *(("stack", target.release) for target in SUPPORTED),
     *(("stack_tp", target.release) for target in SUPPORTED),
@@ -414,7 +416,7 @@ def candidate(session: nox.Session) -> None:
     _end(0 if fits else 1)
 
 
-@nox.session(default=False)
+@nox.session
 def package(session: nox.Session) -> None:
     """Wheels and sdists of the three packages into dist/: built twice, judged, installed alone and together."""
     with recorded(session, "package") as result:
@@ -425,7 +427,7 @@ def package(session: nox.Session) -> None:
             check(session, result, *command, env=MATRIX_ENV, quoted=True)
 
 
-@nox.session(default=False)
+@nox.session
 def docs(session: nox.Session) -> None:
     """The pages as a site in .xkv/site/, without the network; warnings are errors, links are checked."""
     with recorded(session, "docs") as result:

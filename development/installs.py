@@ -27,13 +27,15 @@ COMMAND_S_MAX: Final = 300  # fetching some ten wheels over a slow line
 ALONE: Final = (("xkv_compat",), ("xkv_store",), ("xkv_store", "xkv_compat", "xkv_offload"))
 # These modules ask vLLM for its base classes, and no vLLM is here; tests/test_stack_* import them.
 NEED_VLLM: Final = ("xkv_offload.spec", "xkv_offload.connector")
+# These are of GPUs, and import the torch (and its compiler) that come with vLLM.
+NEED_TORCH: Final = ("xkv_offload.copy_triton", "xkv_offload.cuda", "xkv_offload.device_setup")
 IMPORTS: Final = """
 import importlib, pkgutil, sys
 for name in sys.argv[2:]:
     package = importlib.import_module(name)
     found = [module.name for module in pkgutil.walk_packages(package.__path__, name + ".")]
     for module in found:
-        if module not in {need_vllm!r} and not module.endswith("__main__"):
+        if module not in {left_out!r} and not module.endswith("__main__"):
             importlib.import_module(module)
     assert package.__version__ == sys.argv[1], (name, package.__version__)
     print(name, len(found), "modules")
@@ -56,7 +58,7 @@ def _said(*command: str) -> tuple[int, str]:
 
 def _commands(uv: str, folder: Path, python: str, modules: Sequence[str], version: str) -> Iterator[tuple[str, ...]]:
     """Give what must end with 0, one after the other."""
-    imports = IMPORTS.replace("{need_vllm!r}", repr(NEED_VLLM))
+    imports = IMPORTS.replace("{left_out!r}", repr(NEED_VLLM + NEED_TORCH))
     yield (uv, "pip", "check", "--quiet", "--no-config", "--python", python)
     yield (python, "-I", "-c", imports, version, *modules)
     for module in modules:

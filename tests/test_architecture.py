@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from development.installs import NEED_TORCH, NEED_VLLM
 from xkv_store import geometry, layout
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -240,11 +241,6 @@ assert not seen, seen
 assert threading.active_count() == 1
 """
 
-# The spec's own module is what asks vLLM for its base classes; tests/test_stack_* import it beside a vLLM.
-NEED_VLLM = {"xkv_offload.spec", "xkv_offload.connector"}
-# Imported only where KV tensors lie on a GPU; `xkv_offload.copy` says so.
-NEED_TORCH = {"xkv_offload.cuda", "xkv_offload.copy_triton", "xkv_offload.device_setup"}
-
 
 def _names(source: Path) -> list[str]:
     found = []
@@ -252,7 +248,7 @@ def _names(source: Path) -> list[str]:
         parts = module.path.relative_to(source).with_suffix("").parts
         if parts[-1] != "__main__":
             found.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    return [name for name in found if name not in NEED_VLLM | NEED_TORCH]
+    return [name for name in found if name not in NEED_VLLM + NEED_TORCH]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ MODEL = '{"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_hea
 PLACES = ("/nvme", "/run/xkv", "~")
 READY = re.compile(rb"xkv gateway ready|serving")  # the second is what an embedded one logs
 START_S_MAX = 30.0
-SERVES = ("status", "stop", "verify", "namespaces", "ls", "purge", "doctor", "why")  # there must be a gateway for these
+# There must be a gateway for these.
+SERVES = ("status", "stop", "verify", "namespaces", "ls", "purge", "doctor", "bench", "why")
 
 OURS = [line for line in commands() if line.program[0] == "xkv"]
 

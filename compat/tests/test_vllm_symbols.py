@@ -66,6 +66,77 @@ assert connector_workers(Some(connector_worker=None)) == ()
     _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
 
 
+def test_the_manager_of_a_connector(make_tree: Make, full_files: dict[str, str], run_live: Run) -> None:
+    code = """
+from types import SimpleNamespace as Some
+from xkv_compat.vllm_symbols import connector_manager
+manager = object()
+assert connector_manager(Some(connector_scheduler=Some(manager=manager))) is manager
+assert connector_manager(Some(connector_scheduler=None)) is None
+"""
+    _ok(run_live(make_tree(full_files), code))
+
+
+@pytest.mark.parametrize(
+    ("symbols", "fields", "said"),
+    [
+        ("", "medium: str", "{'medium': 'STORAGE'}"),
+        ("class Locality(Enum):\n    LOCAL = 'here'\n", "medium: str", "{'medium': 'STORAGE'}"),
+        (
+            "class Locality(Enum):\n    LOCAL = 'here'\n",
+            "medium: str\n    locality: object = None",
+            "{'medium': 'STORAGE', 'locality': 'here'}",
+        ),
+        (
+            "class Medium(Enum):\n    STORAGE = 'disk'\n",
+            "medium: Medium\n    removal_expected: bool = False",
+            "{'medium': 'disk', 'removal_expected': True}",
+        ),
+    ],
+)
+def test_an_event_says_what_a_release_can_hear(  # noqa: PLR0917  three fixtures, three parameters
+    make_tree: Make, full_files: dict[str, str], run_live: Run, symbols: str, fields: str, said: str
+) -> None:
+    """A text where a release wants its enumeration ends the engine, and so does a field that it does not have."""
+    base = full_files["v1/kv_offload/base.py"]
+    base = base.replace("class OffloadingEvent", "class OtherEvent")
+    base = base.replace("from .media import", "# ")
+    base += f"""
+from dataclasses import dataclass
+from enum import Enum
+{symbols}
+@dataclass
+class OffloadingEvent:
+    keys: list
+    removed: bool
+    {fields}
+"""
+    code = f"""
+from xkv_compat.vllm_symbols import event_maker
+stored, removed = event_maker()((b"key",), False), event_maker()([b"key"], True)
+assert (stored.keys, stored.removed, removed.removed) == ([b"key"], False, True)
+told = {{name: getattr(value, "value", value) for name, value in vars(stored).items()}}
+del told["keys"], told["removed"]
+assert told == {said}, told
+assert not vars(removed).get("removal_expected", False)
+"""
+    _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
+
+
+def test_without_events_there_is_nothing_to_make(make_tree: Make, full_files: dict[str, str], run_live: Run) -> None:
+    base = full_files["v1/kv_offload/base.py"].replace("class OffloadingEvent", "class OtherEvent")
+    code = """
+from types import SimpleNamespace as Some
+from xkv_compat.vllm_symbols import event_maker, kv_events_are_on
+assert event_maker() is None
+assert [kv_events_are_on(one) for one in (
+    Some(), Some(kv_events_config=None), Some(kv_events_config=Some(enable_kv_cache_events=False)),
+    Some(kv_events_config=Some(enable_kv_cache_events=True)),
+)] == [False, False, False, True]
+"""
+    _ok(run_live(make_tree({**full_files, "v1/kv_offload/base.py": base}), code))
+
+
 def test_an_enum_under_another_name_is_not_taken_for_bools(
     make_tree: Make, full_files: dict[str, str], run_live: Run
 ) -> None:

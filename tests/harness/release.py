@@ -233,6 +233,7 @@ class Launch:
     batch_tokens: int = 2048
     requests_max: int = 8
     async_scheduling: bool = False
+    events: Mapping[str, Any] | None = None  # of vLLM's KVEventsConfig
 
 
 def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
@@ -274,6 +275,7 @@ def vllm_config(shape: Shape, launch: Launch, *, rank: int) -> Any:
             block_size=min(group.block_tokens for group in shape.groups), enable_prefix_caching=True
         ),
         kv_transfer_config=transfer,
+        kv_events_config=None if launch.events is None else config.KVEventsConfig(**launch.events),
     )
     made.cache_config.block_size = min(group.block_tokens for group in shape.groups)
     made.cache_config.prefix_match_unit = shape.hash_tokens

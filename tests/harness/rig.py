@@ -49,6 +49,7 @@ class Rig:
         policy: str = "recompute",
         async_scheduling: bool = False,
         pipeline: Pipeline | None = None,
+        events: Mapping[str, Any] | None = None,
     ) -> Engine:
         """Start an engine: new process state, new engine id, poisoned memory."""
         launch = Launch(
@@ -58,6 +59,7 @@ class Rig:
             failure_policy=policy,
             batch_tokens=batch_tokens,
             async_scheduling=async_scheduling,
+            events=events,
         )
         engine = Engine(shape, launch) if pipeline is None else PipelinedEngine(shape, launch, pipeline)
         self._engines.append(engine)

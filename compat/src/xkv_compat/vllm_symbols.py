@@ -7,6 +7,7 @@ Must not know: what the product does with them.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from .live import import_module
 from .model_facts import model_config_facts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 __all__ = [
     "BoolLookupResult",
@@ -27,11 +28,14 @@ __all__ = [
     "Framework",
     "GroupView",
     "LayerFacts",
+    "connector_manager",
     "connector_workers",
     "current_vllm_config",
     "default_request_context",
+    "event_maker",
     "framework",
     "has_default_seed",
+    "kv_events_are_on",
     "kv_load_failure_policy",
     "kv_role",
     "layer_specs",
@@ -207,6 +211,40 @@ def connector_workers(connector: Any) -> tuple[Any, ...]:
     if side is None or side.worker is None:
         return ()
     return (side.worker,) if detect_live()["single_worker"] else tuple(side.worker.handlers)
+
+
+def connector_manager(connector: Any) -> Any | None:
+    """The spec's manager in an OffloadingConnector; None in a worker's process."""
+    side = connector.connector_scheduler
+    return None if side is None else side.manager
+
+
+def kv_events_are_on(spec: Any) -> bool:
+    """Whether vLLM publishes KV events; False where a spec is not told."""
+    config = getattr(spec, "kv_events_config", None)
+    return bool(getattr(config, "enable_kv_cache_events", False))
+
+
+def event_maker() -> Callable[[Sequence[bytes], bool], Any] | None:
+    """How an event of a local storage medium is made, of offload keys and whether they are removed.
+
+    None where a release has no events. The medium is a text where releases have no enumeration of media; what else an
+    event may say is said where it can be.
+    """
+    made = _attribute(_BASE, "OffloadingEvent")
+    if made is None:
+        return None
+    known = frozenset(field.name for field in dataclasses.fields(made))
+    media, localities = _attribute(_BASE, "Medium"), _attribute(_BASE, "Locality")
+    more: dict[str, Any] = {"medium": "STORAGE" if media is None else media.STORAGE}
+    if localities is not None and "locality" in known:
+        more["locality"] = localities.LOCAL
+
+    def make(keys: Sequence[bytes], removed: bool) -> Any:
+        expected = {"removal_expected": not removed} if "removal_expected" in known else {}
+        return made(keys=list(keys), removed=removed, **more, **expected)
+
+    return make
 
 
 def default_request_context() -> Any:

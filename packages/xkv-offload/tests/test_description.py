@@ -122,6 +122,7 @@ def described(*, of: ConfigView | None = None, layers: Any = LAYERS, stride: int
         kv_caches=caches(stride=stride),
         kv_role="kv_both",
         channel="block_errors",
+        full_attention=[True],
     )
 
 

@@ -10,6 +10,7 @@ import pytest
 from xkv_offload import manager as manager_module
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
 from xkv_offload.metrics import PROCESS_COUNTERS, WORKER_COUNTERS
+from xkv_offload.restore_policy import STEPS_MIN, ChunkFacts, RestorePolicy, Stage
 from xkv_offload.staging import Chunk, ReadDone, Staging
 from xkv_offload.transfer import StagedObject, XkvTransferSpec
 from xkv_store.key import chunk_tag, ranks_mask, tag_salt
@@ -42,6 +43,10 @@ class FakeCard:
     backlog: int = 0
     closed: bool = False
     new_counts: Sequence[int] = ()
+    totals: tuple[int, int] = (0, 0)
+
+    def loaded(self) -> Sequence[tuple[int, int]]:
+        return [self.totals]
 
     def alive(self) -> bool:
         return self.living
@@ -105,7 +110,13 @@ def request(name: str = "r") -> Any:
 
 
 def make(
-    card: FakeCard, *, staging: Any = None, features: Mapping[str, bool] | None = None, **changes: Any
+    card: FakeCard,
+    *,
+    staging: Any = None,
+    policy: RestorePolicy | None = None,
+    event: Any = None,
+    features: Mapping[str, bool] | None = None,
+    **changes: Any,
 ) -> XkvManager:
     options: dict[str, Any] = {
         "namespace": NAMESPACE,
@@ -119,6 +130,7 @@ def make(
         card=card,
         options=ManagerOptions(**(options | changes)),
         staging=staging,
+        policy=policy,
         words=Words(
             miss="MISS",
             hit="HIT",
@@ -128,6 +140,7 @@ def make(
             stats=Stats,
             load_source="DISK",
             features=features or CHANNEL,
+            event=event,
         ),
     )
 
@@ -473,6 +486,9 @@ class FakeReads:
 
     def send(self) -> None: ...
 
+    def loaded(self) -> Sequence[tuple[int, int]]:
+        return [(0, 0)]
+
     def finished(self) -> Iterable[ReadDone]:
         taken, self.done = self.done, []
         return taken
@@ -519,3 +535,107 @@ def test_a_request_that_waited_too_long_is_counted() -> None:
     assert manager.lookup(key(1), request()) == "MISS"
     stats: Any = manager.get_stats()
     assert stats.counted["vllm:xkv_pending_timeouts"] == 1
+
+
+def policy_of(card: FakeCard, clock: Callable[[], float]) -> RestorePolicy:
+    facts = ChunkFacts(tokens=512, object_bytes=512_000, is_prefix=True)
+    return RestorePolicy(chunks={0: facts}, stages=[Stage(card.loaded)], clock=clock)
+
+
+def test_hits_that_take_longer_than_computing_are_declined_and_not_stored_again() -> None:
+    now = [0.0]
+    card = FakeCard()
+    manager = make(card, policy=policy_of(card, lambda: now[0]))
+    keys = [key(number) for number in range(4)]
+    card.confirm(keys)
+    assert manager.wants_steps
+    for _ in range(STEPS_MIN):
+        manager.step_scheduled(1_000)
+        now[0] += 0.1
+        assert list(manager.take_events()) == []
+    assert [manager.lookup(one, request("slow")) for one in keys] == ["HIT"] * 4
+    manager.prepare_load(keys, request("slow"))
+    card.totals = 4 * 512_000, 2_000_000_000  # a thousand tokens a second, not ten thousand
+    manager.complete_load(set(keys), request("slow"))
+    manager.on_request_finished(request("slow"))
+    for _ in range(2):  # also in a later step
+        assert [manager.lookup(one, request("next")) for one in keys] == ["MISS"] * 4
+        manager.on_schedule_end()
+    assert set(card.touched) >= set(card.table.entries), "it is in demand all the same"
+    assert stored(manager, keys, "next") == []
+    assert manager.lookup(key(9), request("next")) == "MISS"
+    manager.on_request_finished(request("next"))
+    stats: Any = manager.get_stats()
+    assert stats.counted["vllm:xkv_lookup_declined"] == 8
+    assert stats.counted["vllm:xkv_lookup_misses"] == 1
+    assert stats.counted["vllm:xkv_held_keys"] == 4
+    assert "vllm:xkv_restore_probes" not in stats.counted
+    now[0] += 10.0
+    assert manager.lookup(keys[0], request("probe")) == "HIT"
+    manager.take_events()
+    stats = manager.get_stats()
+    assert stats.counted["vllm:xkv_restore_probes"] == 1
+
+
+def test_a_declined_request_is_not_staged() -> None:
+    """Where hits are verified first, reading what is then not taken would keep the slow medium busy."""
+    now = [0.0]
+    card = FakeCard()
+    reads = FakeReads()
+    policy = policy_of(card, lambda: now[0])
+    manager = make(card, staging=Staging(reads, pending_seconds=10, groups=1), policy=policy)
+    card.confirm([key(1)])
+    for _ in range(STEPS_MIN):
+        manager.step_scheduled(1_000)
+        now[0] += 0.1
+        manager.take_events()
+    card.totals = 1, 5_000_000_000
+    assert manager.lookup(key(1), request()) == "MISS"
+    manager.on_schedule_end()
+    assert reads.done == []
+    assert reads.free == reads.slots
+
+
+def test_events_tell_what_the_card_holds_and_holds_no_more() -> None:
+    def event(keys: Sequence[bytes], removed: bool) -> tuple[bool, list[bytes]]:
+        return removed, list(keys)
+
+    card = FakeCard()
+    manager = make(card, event=event)
+    assert stored(manager, [key(1), key(2)]) == [key(1), key(2)]
+    manager.complete_store({key(1), key(2)}, request())
+    assert list(manager.take_events()) == [], "that its bytes have left the GPU proves nothing"
+    card.confirm([key(1)])
+    assert list(manager.take_events()) == [(False, [key(1)])]
+    card.confirm([key(2), key(3)], generation=2)
+    assert list(manager.take_events()) == [(False, [key(2)])]
+    assert manager.lookup(key(3), request("other")) == "HIT"
+    assert list(manager.take_events()) == [(False, [key(3)])], "another engine's"
+    card.living = False
+    card.table.entries.clear()
+    assert list(manager.take_events()) == [], "it may be there again when the gateway is"
+    card.living = True
+    told: list[Any] = list(manager.take_events())
+    ((removed, keys),) = told
+    assert removed
+    assert sorted(keys) == [key(1), key(2), key(3)]
+    card.confirm([key(1)], generation=3)
+    assert manager.lookup(key(1), request()) == "HIT"
+    card.new_denials = [(next(iter(card.table.entries)), 3)]
+    assert list(manager.take_events()) == [(False, [key(1)])]
+    assert manager.lookup(key(1), request()) == "MISS"
+    assert list(manager.take_events()) == [(True, [key(1)])], "it is not believed"
+    card.confirm([key(4)], generation=4)
+    manager.lookup(key(4), request())
+    manager.take_events()
+    manager.reset_cache()
+    assert list(manager.take_events()) == [(True, [key(4)])]
+
+
+def test_nobody_listens_and_nothing_is_remembered() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(1)])
+    assert manager.lookup(key(1), request()) == "HIT"
+    assert manager._announced is None
+    assert list(manager.take_events()) == []

@@ -19,6 +19,7 @@ from xkv_store.wire import LoadedObject, LoadStatus
 
 NAMESPACE = b"n" * 16
 RANKS = 3
+ANSWERED_BYTES = 100
 
 
 class FakeTable:
@@ -64,6 +65,9 @@ class FakeCard:
 
     def fragments(self, tag: int) -> int:
         return self.sizes.get(tag, 0)
+
+    def loaded(self) -> Sequence[tuple[int, int]]:
+        return [(self.rank + 1, 7)]
 
     def close(self) -> None:
         self.is_closed = True
@@ -231,6 +235,10 @@ def test_the_backlog_is_the_worst_gateways() -> None:
     assert one.store(1, name="another").keys == (key(1),)
 
 
+def test_what_each_rank_has_loaded_is_told_by_its_gateway() -> None:
+    assert CardPerRank(rig().cards).loaded() == [(rank + 1, 7) for rank in range(RANKS)]
+
+
 def test_all_are_left_also_where_one_makes_difficulties() -> None:
     one = rig()
     one.cards[1].error = OSError("gone")
@@ -260,7 +268,7 @@ class FakeClient:
         """To everything that was asked for."""
         for objects, on_answer in self.gets:
             for index in range(len(objects)):
-                on_answer(LoadedObject(index, status, generation, 100))
+                on_answer(LoadedObject(index, status, generation, ANSWERED_BYTES))
         self.gets = []
 
 
@@ -302,6 +310,8 @@ def test_each_object_is_read_by_its_gateway_into_its_ring() -> None:
     spec = one.manager.prepare_load([key(1)], request())
     assert [part.slots for part in spec.staged[0]] == [(0, 1), (10, 11), (20, 21)]
     assert one.free() == [2, 2, 2]
+    assert [moved for moved, _ in one.reads.loaded()] == [ANSWERED_BYTES] * RANKS
+    assert all(busy_ns > 0 for _, busy_ns in one.reads.loaded())
     one.manager.complete_load({key(1)}, request())
     assert one.free() == [4, 4, 4]
 

@@ -45,6 +45,9 @@ class FakeReads:
         self.sent += self.started
         self.started = []
 
+    def loaded(self) -> Sequence[tuple[int, int]]:
+        return [(0, 0)]
+
     def finished(self) -> Iterable[ReadDone]:
         taken, self.done = self.done, []
         return taken

@@ -205,6 +205,27 @@ def check(before: list[Any], after: list[Any], moved: dict[int, int]) -> None:
         assert (target == expected).all()
 
 
+def test_the_scheduler_can_read_how_fast_a_rank_loads(gateway: GatewayProcess, tmp_path: Path) -> None:
+    """What failed costs time and brings nothing, or a medium that fails would look fast."""
+    with worker_on(tmp_path, engine="a") as (first, _):
+        store(first, [1, 2])
+        assert first.context.client.control.loaded(0) == (0, 0), "stores are no loads"
+    with worker_on(tmp_path, engine="b", poisoned=True) as (second, _):
+        loaded = second.context.client.control.loaded
+        assert second.submit_load(0, spec([1, 2]), whole(10, 2))
+        assert finish(second, 0).transfer_size == 2 * BPC * sum(PAGES)
+        moved, busy_ns = loaded(0)
+        assert moved == 2 * BPC * sum(PAGES)
+        assert 0 < busy_ns < DEADLINE_S * 1e9
+        second.get_finished()
+        assert loaded(0) == (moved, busy_ns), "nothing is under way"
+        assert second.submit_load(1, spec([9]), whole(10, 1))
+        finish(second, 1)
+        assert loaded(0)[0] == moved
+        assert loaded(0)[1] > busy_ns
+        assert second.context.failures.take()
+
+
 def test_what_one_engine_stored_another_loads_byte_for_byte(gateway: GatewayProcess, tmp_path: Path) -> None:
     with worker_on(tmp_path, engine="a") as (first, stored):
         store(first, [1, 2, 3])

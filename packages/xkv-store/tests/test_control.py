@@ -38,6 +38,7 @@ def test_layout_is_that_of_the_page(page: ControlPage) -> None:
     page.deny(1, 0xAAAA, 0xBBBB)
     page.set_store_bytes(2, 77)
     page.add_shed(0, 5)
+    page.set_loaded(1, 88, 99)
     page.set_attached(2)
     page.add_count(1, 5, 9)
     raw = os.pread(page.fd, control.page_bytes(3), 0)
@@ -48,6 +49,7 @@ def test_layout_is_that_of_the_page(page: ControlPage) -> None:
     assert struct.unpack_from("<Q", raw, 4_096 + 64) == (1,)
     assert struct.unpack_from("<Q", raw, 4_104 + 128) == (77,)
     assert struct.unpack_from("<Q", raw, 4_112) == (5,)
+    assert struct.unpack_from("<QQ", raw, 4_128 + 64) == (88, 99)
     assert struct.unpack_from("<QQ", raw, 8_192 + 16 * 1_024) == (0xAAAA, 0xBBBB)
     assert struct.unpack_from("<Q", raw, 8_192 + 3 * 16 * 1_024 + 512 + 40) == (9,)
     assert len(raw) == 8_192 + 3 * 16 * 1_024 + 4_096

@@ -475,17 +475,28 @@ def test_a_card_in_another_container_is_not_judged(tmp_path: Path, doctor: Docto
     assert "not seen from here" in doctor.found("card", Severity.NOTE)["what"]
 
 
+@pytest.mark.parametrize(("kind", "words"), [("file", "is no folder"), ("gone", "leads to"), ("loop", "leads to")])
+def test_a_card_that_can_be_no_folder(tmp_path: Path, doctor: Doctor, kind: str, words: str) -> None:
+    """No engine starts there, and no gateway makes a folder in its place."""
+    place = tmp_path / kind
+    if kind == "file":
+        place.touch()
+    else:
+        place.symlink_to(place if kind == "loop" else tmp_path / "nowhere")
+    assert doctor("--card", place, "--no-bandwidth") == 1
+    assert words in doctor.found("card", Severity.FAULT)["what"]
+
+
 def test_measuring_needs_room_and_a_place_to_write(tmp_path: Path, doctor: Doctor) -> None:
     with pytest.raises(Exception, match="too few to measure"):
-        medium.measure(tmp_path, free_bytes=MIB)
+        medium.measure(tmp_path, medium.Effort(), free_bytes=MIB)
     with pytest.raises(Exception, match="nothing can be made"):
-        medium.measure(tmp_path / "none", free_bytes=1 << 30)
+        medium.measure(tmp_path / "none", medium.Effort(), free_bytes=1 << 30)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_measuring_ends_in_time_and_counts_what_was_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(medium, "SECONDS_MAX", 0.0)
-    measured = medium.measure(tmp_path, free_bytes=64 * MIB * 4, threads=1)
+def test_measuring_ends_in_time_and_counts_what_was_moved(tmp_path: Path) -> None:
+    measured = medium.measure(tmp_path, medium.Effort(seconds_max=0.0, threads=1), free_bytes=64 * MIB * 4)
     assert 0 < measured.moved_bytes < 8 * MIB, "the first is always done, and after it there is no time"
     assert list(tmp_path.iterdir()) == []
 

@@ -27,6 +27,7 @@ from xkv_store.wire import LoadedObject, LoadStatus, Role
 
 from .config import Config
 from .manager import NO_DENIALS
+from .meter import Meter, Totals
 from .metrics import WORKER_COUNTERS
 from .staging import Chunk, ReadDone
 
@@ -222,6 +223,11 @@ class SchedulerCard:
         """See manager.Card."""
         return self._client.table.fragments(tag)
 
+    def loaded(self) -> Sequence[Totals]:
+        """What each rank has loaded, and in how much time."""
+        page = self._client.control
+        return [page.loaded(rank) for rank in range(page.ranks)]
+
 
 _BAD = frozenset({LoadStatus.CORRUPT, LoadStatus.FAILED, LoadStatus.TIMEOUT})  # another read would end alike
 
@@ -233,6 +239,7 @@ class StagedReads:
         self._client = client
         self._done: deque[ReadDone] = deque()  # appended to by the client's thread
         self._starting: list[tuple[Chunk, int]] = []
+        self._meter = Meter()
         self.slots = client.load_region.count
 
     @property
@@ -258,6 +265,7 @@ class StagedReads:
     def start_object(self, chunk: Chunk, rank: int) -> None:
         """Read one rank's object of the chunk."""
         self._starting.append((chunk, rank))
+        self._meter.begin((id(chunk), rank))
 
     def send(self) -> None:
         """See staging.Reads. One get for all that was started since the last call."""
@@ -270,6 +278,10 @@ class StagedReads:
             wanted.append(GetObject(key=key, slots=chunk.slots[rank], first_fragment=0))
         self._client.get(wanted, partial(self._answered, places, [one.key for one in wanted]))
 
+    def loaded(self) -> Sequence[Totals]:
+        """What has been read, and in how much time."""
+        return [self._meter.totals()]
+
     def finished(self) -> Iterable[ReadDone]:
         """See staging.Reads."""
         done = []
@@ -280,6 +292,8 @@ class StagedReads:
     def _answered(self, places: Sequence[tuple[Chunk, int]], keys: Sequence[ObjectKey], answer: LoadedObject) -> None:
         """On the client's thread, or within `send`."""
         chunk, number = places[answer.index]
+        self._meter.moved(answer.length if answer.status == LoadStatus.OK else 0)
+        self._meter.end((id(chunk), number))
         generation = answer.generation
         denied = answer.status in _BAD and generation > 0
         if answer.status == LoadStatus.MISS:

@@ -53,6 +53,7 @@ class Config:
     heartbeat_timeout_ms: int
     namespace: str
     weights_fingerprint: str
+    restore_policy: str
     trust_lora_names: bool
 
 

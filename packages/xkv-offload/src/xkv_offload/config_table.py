@@ -265,6 +265,14 @@ KEYS: tuple[Key, ...] = (
         "taken as it is.",
     ),
     Key(
+        name="xkv.restore_policy",
+        kind="choice",
+        default="always",
+        choices=("always", "when_faster"),
+        text="`when_faster`: hits are declined while restoring takes longer than computing, by what the engine "
+        "measures of both (see [operations](operations.md#a-slow-medium)).",
+    ),
+    Key(
         name="xkv.trust_lora_names",
         kind="bool",
         default=False,

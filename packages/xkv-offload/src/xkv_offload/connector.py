@@ -9,8 +9,9 @@ from typing import Any
 from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import offloading_connector_class
 
+from . import steps
 from .failures import method_names, methods
-from .reports import failure_log
+from .reports import failure_log, step_observer
 
 _Connector: Any = offloading_connector_class()
 
@@ -23,3 +24,4 @@ for _name, _method in methods(
     {name: getattr(_Connector, name) for name in method_names(detect_live())}, failure_log
 ).items():
     setattr(XkvOffloadingConnector, _name, _method)
+steps.attach(XkvOffloadingConnector, step_observer)

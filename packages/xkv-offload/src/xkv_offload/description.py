@@ -192,8 +192,9 @@ def describe(
     kv_caches: Any,
     kv_role: str,
     channel: str,
+    full_attention: Sequence[bool],
 ) -> Descriptor:
-    """What this rank publishes. `channel`: how failed loads reach vLLM (see failures)."""
+    """What this rank publishes. `channel`: how failed loads reach vLLM (see failures). `full_attention`: by group."""
     group_layouts_ = layouts(view, kv_caches)
     undetermined = list(model["undetermined"])
     if layers is None:
@@ -231,6 +232,7 @@ def describe(
             "replicated": replicated,
             "kv_role": kv_role,
             "channel": channel,
+            "full_attention": list(full_attention),
             "lora": model["lora"],
             "calculate_kv_scales": model["calculate_kv_scales"],
             "hash_algorithm": model["hash_algorithm"],

@@ -11,14 +11,18 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, TypeVar
 
 from xkv_store.key import chunk_tag
 
+from .announcements import Announcements
 from .entries import Entry, entries, gateway_of
 from .identity import after_reset
 from .measuring import JobTimes, LookupTimes
+from .meter import Totals
 from .metrics import Increments
+from .restore_policy import RestorePolicy
 from .staging import Answer, Staging
 from .transfer import StagedObject, XkvTransferSpec
 
@@ -75,6 +79,9 @@ class Card(Protocol):
     def fragments(self, tag: int) -> int:
         """Fragments of the largest object of which this tag's entry speaks."""
 
+    def loaded(self) -> Sequence[Totals]:
+        """What each rank has loaded, and in how much time."""
+
     def close(self) -> None:
         """Detach."""
 
@@ -91,6 +98,7 @@ class Words:
     stats: Callable[[], Any]
     load_source: object | None
     features: Mapping[str, bool]
+    event: Callable[[Sequence[bytes], bool], object] | None = None  # of keys, removed or stored; None: nobody listens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +134,18 @@ class XkvManager:
     No exception leaves a method: it is counted, logged, and answered like a miss or an empty store.
     """
 
-    def __init__(self, *, card: Card, options: ManagerOptions, words: Words, staging: Staging | None = None) -> None:
-        """`staging`: where hits are verified before they are given (ADR 0007)."""
+    def __init__(
+        self,
+        *,
+        card: Card,
+        options: ManagerOptions,
+        words: Words,
+        staging: Staging | None = None,
+        policy: RestorePolicy | None = None,
+    ) -> None:
+        """`staging`: where hits are verified before they are given (ADR 0007). `policy`: where they may be declined."""
         self._card = card
+        self._policy = policy
         self._staging = staging
         self._options = options
         self._words = words
@@ -149,6 +166,7 @@ class XkvManager:
         self._pending: dict[bytes, tuple[float, tuple[int, ...]]] = {}  # until when, and what was denied of it by then
         self._prepared_bytes: dict[bytes, int] = {}
         self._requests: dict[str, _Request] = {}
+        self._announced = Announcements(partial(self._held, touch=False)) if words.event is not None else None
         self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
         self._stale: set[str] = set()
         self._shed_logged = -SHED_LOG_SECONDS
@@ -189,6 +207,12 @@ class XkvManager:
             if lacking == "denied":
                 self._counts.add("lookup_denied")
             self._counts.miss(lacking)
+            return self._miss
+        if self._announced is not None:
+            self._announced.found(key)
+        if self._policy is not None and not self._policy.allows(req_id, key):
+            self._counts.add("lookup_declined")
+            self._counts.miss("declined")
             return self._miss
         if self._staging is None:
             self._counts.since["lookup_hits"] += 1
@@ -285,6 +309,8 @@ class XkvManager:
         if self._staging is not None:
             staged = self._guarded(self._staging.take_for_load, staged, req_context.req_id, keys)
         self._job_times.begin("load", keys)
+        if self._policy is not None:
+            self._guarded(self._policy.load_begins, None, req_context.req_id, keys)
         return XkvTransferSpec(namespace=self._namespace, keys=keys, req_id=req_context.req_id, staged=staged)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
@@ -292,6 +318,8 @@ class XkvManager:
         self._job_times.end("load", keys)
         if self._staging is not None:
             self._guarded(self._staging.loaded, None, req_context.req_id, keys)
+        if self._policy is not None:
+            self._guarded(self._policy.load_ended, None, req_context.req_id)
 
     def get_load_source(self, key: bytes, req_context: Any) -> object:
         """Where loads come from, in the words of releases that ask."""
@@ -338,6 +366,8 @@ class XkvManager:
         while len(self._pending) > PENDING_KEYS_MAX:
             self._pending.pop(next(iter(self._pending)))
         self._counts.add("store_keys", len(chosen))
+        if self._announced is not None:
+            self._announced.stored(chosen)
         return XkvTransferSpec(
             namespace=self._namespace,
             keys=tuple(chosen),
@@ -401,6 +431,8 @@ class XkvManager:
         self._live.discard(req_context.req_id)
         if self._staging is not None:
             self._guarded(self._staging.forget, None, req_context.req_id)
+        if self._policy is not None:
+            self._guarded(self._policy.request_ended, None, req_context.req_id)
 
     def on_schedule_end(self, context: Any = None) -> None:
         """Hand the step's recency and reads to the gateway."""
@@ -411,13 +443,33 @@ class XkvManager:
             tags, self._touched = self._touched, []
             self._guarded(self._card.touch, None, tags)
 
+    @property
+    def wants_steps(self) -> bool:
+        """Whether `step_scheduled` is of any use."""
+        return self._policy is not None
+
+    def step_scheduled(self, prompt_tokens: int) -> None:
+        """A step that computes so many tokens of prompts is scheduled (see `steps`)."""
+        if self._policy is not None:
+            self._guarded(self._policy.step_begins, None, prompt_tokens)
+
     def has_pending_work(self) -> bool:
         """Never: nothing here needs the engine to step."""
         return False
 
     def take_events(self) -> Iterable[object]:
-        """None yet: what the card confirms or evicts is not announced."""
-        return ()
+        """What the card holds and what it holds no more, as far as it was found out. VLLM asks once after each step."""
+        if self._policy is not None:
+            self._guarded(self._policy.step_ends, None)
+            if probes := self._policy.take_probes():
+                self._counts.add("restore_probes", probes)
+        return self._guarded(self._news, ())
+
+    def _news(self) -> Sequence[object]:
+        """Events; none while the gateway is not there: what was announced may be hit again when it is."""
+        if self._announced is None or self._words.event is None or not self._card.alive():
+            return ()
+        return [self._words.event(news.keys, news.removed) for news in self._announced.poll()]
 
     def reset_cache(self) -> None:
         """Move to a namespace of this launch: nothing stored before is hit, late stores land in the old one.
@@ -431,9 +483,13 @@ class XkvManager:
         self._prepared_bytes.clear()
         self._job_times.clear()
         self._requests.clear()
+        if self._announced is not None:
+            self._announced.reset()
         self._stale = set(self._live)
         if self._staging is not None:
             self._guarded(self._staging.reset, None)
+        if self._policy is not None:
+            self._guarded(self._policy.reset, None)
         self._counts.add("resets")
 
     def on_reset_flushed(self) -> None:

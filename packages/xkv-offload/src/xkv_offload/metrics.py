@@ -44,6 +44,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "pending_timeouts": ("Requests that waited longer than xkv.pending_timeout_ms", "manager"),
     "verify_failures": ("Objects that could not be verified", "manager"),
     "lookup_denied": ("Lookups of objects whose load had failed", "manager"),
+    "lookup_declined": ("Lookups answered with a miss since restoring takes longer than computing", "manager"),
+    "restore_probes": ("Requests restored to see how fast that is, while hits are declined", "manager"),
     "lookup_no_gateway": ("Lookups while the gateway was not there", "manager"),
     "store_keys": ("Chunks given to the workers to be stored", "manager"),
     "held_keys": ("Chunks not stored because the card holds them, or is about to", "manager"),
@@ -70,9 +72,9 @@ LABELLED: Mapping[str, Labelled] = {
     "misses": Labelled(
         "Lookups answered with a miss, by reason: no object of the chunk is on the card (absent), some rank's is not "
         "(incomplete), its load had failed (denied), the gateway is not there (no_gateway), it was not verified in "
-        "time (unverified)",
+        "time (unverified), restoring takes longer than computing (declined)",
         "reason",
-        dict.fromkeys(("absent", "incomplete", "denied", "no_gateway", "unverified"), ""),
+        dict.fromkeys(("absent", "incomplete", "denied", "no_gateway", "unverified", "declined"), ""),
     ),
     "failures": Labelled(
         "What went wrong, by kind: objects whose load failed (load), load jobs that took too long (timeout), objects "

@@ -13,6 +13,7 @@ from xkv_store.client import Client
 from .attachment import SchedulerCard, StagedReads
 from .entries import on_gateway, split
 from .manager import Card
+from .meter import Totals
 from .staging import Chunk, ReadDone, Reads
 
 
@@ -89,6 +90,10 @@ class CardPerRank:
         gateway, own = split(tag)
         return self._cards[gateway].fragments(own)
 
+    def loaded(self) -> Sequence[Totals]:
+        """See manager.Card."""
+        return [totals for card in self._cards for totals in card.loaded()]
+
     def close(self) -> None:
         """Detach from all, also where one makes difficulties."""
         with ExitStack() as closing:
@@ -143,6 +148,10 @@ class ReadsPerRank:
         """See staging.Reads. One get on each gateway."""
         for part in self._parts:
             part.send()
+
+    def loaded(self) -> Sequence[Totals]:
+        """See staging.Reads."""
+        return [totals for part in self._parts for totals in part.loaded()]
 
     def finished(self) -> Iterable[ReadDone]:
         """See staging.Reads."""

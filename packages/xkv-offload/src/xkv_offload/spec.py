@@ -13,7 +13,9 @@ from typing import Any
 from xkv_compat.features import detect_live
 from xkv_compat.vllm_symbols import (
     current_vllm_config,
+    event_maker,
     framework,
+    kv_events_are_on,
     kv_load_failure_policy,
     kv_role,
     layer_specs,
@@ -24,11 +26,10 @@ from xkv_compat.vllm_symbols import (
     schedules_ahead,
     vllm_version_text,
 )
-from xkv_store.client import Client
 from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.ring import staged_slots
 
-from . import description, failures, identity, sync_loads
+from . import description, failures, identity, steps, sync_loads
 from .attachment import (
     attach_rank,
     attach_scheduler,
@@ -41,12 +42,13 @@ from .attachment import (
 )
 from .config import parse
 from .copy import make_mover
-from .manager import ManagerOptions, Words, XkvManager
+from .manager import Card, ManagerOptions, Words, XkvManager
 from .metrics import Makers, definitions
 from .port_per_rank import card_of, reads_of
 from .rank import RankContext
-from .reports import failure_log
-from .staging import Staging
+from .reports import failure_log, step_observer
+from .restore_policy import ChunkFacts, RestorePolicy, Stage
+from .staging import Reads, Staging
 from .transfer import XkvTransferSpec
 from .worker import XkvWorker
 
@@ -59,7 +61,9 @@ _OffloadingManager: Any = _framework.OffloadingManager
 _OffloadingWorker: Any = _framework.OffloadingWorker
 
 
-if f"{__package__}.connector" not in sys.modules:  # else vLLM uses our subclass of it, and its own class stays as it is
+_OWN_CONNECTOR = f"{__package__}.connector"
+
+if _OWN_CONNECTOR not in sys.modules:  # else vLLM uses our subclass of it, and its own class stays as it is
     failures.attach(offloading_connector_class(), failures.method_names(detect_live()), failure_log)
 
 
@@ -114,6 +118,8 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             client.publish_namespace(adopted.namespace, adopted.text)
         ranks = 1 if engine["replicated"] else view.world_size
         geometry = Geometry.of_fragment_bytes(config.fragment_bytes)
+        if config.restore_policy == "when_faster" and _OWN_CONNECTOR not in sys.modules:
+            steps.attach(offloading_connector_class(), step_observer)
         slots = [geometry.fragments(size) if size else 0 for size in engine["chunk_bytes"]]
         ring_bytes = [number * geometry.slot_bytes for number in slots]
         rank_ring_bytes = config.ring_bytes // ranks  # for stores: where one object serves all, one rank has them
@@ -122,8 +128,10 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             adopted.namespace.hex(),
             self._ranks_text(replicated=engine["replicated"]),
         )
+        card = card_of(clients)
+        reads = reads_of(clients) if engine["channel"] == "verified" else None
         return _Manager(
-            card=card_of(clients),
+            card=card,
             options=ManagerOptions(
                 namespace=adopted.namespace,
                 ranks=ranks,
@@ -133,7 +141,8 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 stores=engine["kv_role"] != "kv_consumer",
                 gateways=len(clients),
             ),
-            staging=self._staging(clients, slots=slots, ranks=ranks) if engine["channel"] == "verified" else None,
+            staging=self._staging(reads, slots=slots, ranks=ranks) if reads is not None else None,
+            policy=self._policy(engine, card, reads, ranks) if config.restore_policy == "when_faster" else None,
             words=Words(
                 miss=_framework.LookupResult.MISS,
                 hit=_framework.LookupResult.HIT,
@@ -143,6 +152,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 stats=_framework.OffloadingConnectorStats,
                 load_source=_framework.CacheHitSource.DISK if _framework.CacheHitSource else None,
                 features=self._features,
+                event=event_maker() if kv_events_are_on(self) else None,
             ),
         )
 
@@ -154,10 +164,27 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             asked=config.tp_layout, replicated=replicated, world_size=view.world_size, ports=ports
         )
 
-    def _staging(self, clients: Sequence[Client], *, slots: Sequence[int], ranks: int) -> Staging:
+    def _policy(self, engine: Mapping[str, Any], card: Card, reads: Reads | None, ranks: int) -> RestorePolicy:
+        """What declines hits that would take longer than computing. `reads`: where hits are verified first."""
+        view = self._view
+        stages = [Stage(card.loaded)]
+        if reads is not None:
+            stages.append(Stage(reads.loaded, ranks // len(reads.loaded())))
+        return RestorePolicy(
+            chunks={
+                group.group_id: ChunkFacts(group.tokens_per_block * view.blocks_per_chunk, size, is_prefix)
+                for group, size, is_prefix in zip(
+                    view.groups, engine["chunk_bytes"], engine["full_attention"], strict=True
+                )
+                if size
+            },
+            stages=stages,
+        )
+
+    def _staging(self, reads: Reads, *, slots: Sequence[int], ranks: int) -> Staging:
         """Where hits are verified first. `slots`: of a whole chunk of each group on one rank."""
         staging = Staging(
-            reads_of(clients),
+            reads,
             pending_seconds=self._config.pending_timeout_ms / 1000,
             groups=sum(number > 0 for number in slots),
         )
@@ -205,6 +232,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             kv_caches=kv_caches,
             kv_role=kv_role(vllm_config),
             channel=failure_plan.channel,
+            full_attention=full_attention,
         )
         layouts = description.layouts(view, kv_caches)
         use = ring_use(replicated=replicated)

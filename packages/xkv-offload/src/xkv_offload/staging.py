@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+from .meter import Totals
 from .transfer import StagedObject
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,9 @@ class Reads(Protocol):
 
     def send(self) -> None:
         """Let what was started begin: one message for all of a step."""
+
+    def loaded(self) -> Sequence[Totals]:
+        """What has been read, and in how much time, through each gateway."""
 
     def finished(self) -> Iterable[ReadDone]:
         """The ends of reads since the last call."""

@@ -21,6 +21,7 @@ from .failures import LoadFailedError
 from .jobs import CopyQueue, Job
 from .loads import Loads
 from .mapping import ChunkPart, MappingError, plan_load, plan_store
+from .meter import Meter
 from .rank import RankContext
 from .stores import Stores
 from .transfer import XkvTransferSpec
@@ -54,6 +55,7 @@ class XkvWorker:
         self._ended = threading.Event()  # some job has, since vLLM asked last
         self._asked = -IDLE_STEP_SECONDS  # when vLLM was last told of jobs that have
         self._suspect_steps = 0  # for so long, pages may have been computed from a load that failed inside a step
+        self._meter = Meter(lambda moved, busy_ns: context.client.control.set_loaded(context.rank, moved, busy_ns))
         self._queue = CopyQueue()
         self._stores = Stores(context, self._queue, self._lock, self._object_done)
         self._loads = Loads(context, self._queue, self._lock, self._object_done)
@@ -92,6 +94,7 @@ class XkvWorker:
             job = self._begin(job_id, is_store=False, objects=1, req_id=src_spec.req_id)
             job.deadline = time.monotonic() + self._context.load_timeout_s
             job.expedited = expedited
+            self._meter.begin(job_id)
             self._loads.submit(job, plan, src_spec, mark, blocks)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
             self._survive(
@@ -114,6 +117,7 @@ class XkvWorker:
         """
         self._pause_where_nothing_else_runs()
         now = time.monotonic()
+        self._meter.mark()
         self._guarded(lambda: self._loads.expire(self._jobs.values(), now))
         with self._lock:
             if any(job.expedited and not job.done.is_set() for job in self._jobs.values()):
@@ -228,7 +232,10 @@ class XkvWorker:
             job.moved_bytes += moved_bytes
             job.failed_blocks += failed_blocks
             job.outstanding -= 1
+            if not job.is_store:
+                self._meter.moved(moved_bytes)
             if job.outstanding == 0:
+                self._meter.end(job.job_id)
                 job.done.set()
                 self._ended.set()
 
@@ -249,6 +256,7 @@ class XkvWorker:
             begun = self._jobs.get(job_id)
         if begun is not None:
             self.wait({job_id})
+        self._meter.end(job_id)
         job = self._begin(job_id, is_store=is_store, objects=0, req_id=req_id)
         job.expedited = expedited
         job.failed_blocks += blocks

@@ -15,6 +15,7 @@ import typer
 
 from . import (
     __version__,
+    commands_bench,
     commands_contents,
     commands_doctor,
     commands_gateway,
@@ -32,7 +33,7 @@ EXIT_FAILURE: Final = 1
 EXIT_MISTAKE: Final = 2
 EXIT_INTERRUPTED: Final = 130
 
-_OWN: Final = (commands_gateway, commands_contents, commands_verify, commands_doctor, commands_why)
+_OWN: Final = (commands_gateway, commands_contents, commands_verify, commands_bench, commands_doctor, commands_why)
 
 
 def _say_version(asked: bool) -> None:
@@ -56,9 +57,7 @@ def program(words: Sequence[str] = (), others: contributed.Commands | None = Non
     Where names are equal, theirs is taken. With `words`, a command line, what it cannot be about is not loaded. Raises
     UserError for a package that is broken.
     """
-    app = typer.Typer(
-        name="xkv", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
-    )
+    app = typer.Typer(name="xkv", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_options)
     theirs = contributed.found() if others is None else others
     wanted = next((word for word in words if not word.startswith("-")), None)

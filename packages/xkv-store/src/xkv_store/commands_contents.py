@@ -81,7 +81,7 @@ def namespaces_command(
 ) -> None:
     """Show the namespaces of a card: what they hold, may hold, and what they stand for."""
     output = Output(json=as_json)
-    with _view(card, port, socket_dir, socket) as view:
+    with _view(card, port, socket_dir, socket) as view, progress(output, "counting"):
         found = view.namespaces()
         online = view.online
     if found and not as_json:

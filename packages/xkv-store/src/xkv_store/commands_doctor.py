@@ -15,6 +15,7 @@ from .commands_gateway import CardFolder, Json, PortOrElse, SocketDir, SocketPat
 from .console import Output
 from .doctor.examination import RING_BYTES_DEFAULT, Examined, Subject, examine
 from .doctor.findings import as_text, as_value, exit_code, note
+from .progress import progress
 from .sizes import parse_size_bytes
 
 Pid = Annotated[
@@ -48,7 +49,9 @@ def doctor_command(  # noqa: PLR0917  each parameter is an option, and typer pas
     This part needs no engine: vLLM, its configuration and models are looked at where xkv-offload is installed.
     """
     subject = subject_of(port, socket_dir, card, socket, ring, pid, measures=not no_bandwidth)
-    examined = examine(subject)
+    output = Output(json=as_json)
+    with progress(output, "measuring the medium") as bar:
+        examined = examine(subject, bar)
     examined.findings.append(
         note(
             "vLLM",
@@ -57,7 +60,7 @@ def doctor_command(  # noqa: PLR0917  each parameter is an option, and typer pas
             "install xkv-offload of this release into vLLM's environment, and run xkv doctor there",
         )
     )
-    raise typer.Exit(say(Output(json=as_json), examined))
+    raise typer.Exit(say(output, examined))
 
 
 def subject_of(  # noqa: PLR0917  the options, in the order of the command

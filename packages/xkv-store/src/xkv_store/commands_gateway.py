@@ -21,7 +21,7 @@ from .card_options import GRACE_MS_DEFAULT, GRACE_MS_MAX
 from .console import Output
 from .errors import UserError
 from .gateway import Gateway, GatewayOptions
-from .geometry import DATABASES_MAX
+from .geometry import DATABASES_MAX, SLOT_BYTES
 from .io_pool import IO_THREADS_DEFAULT, IO_THREADS_MAX
 from .quotas import Quotas
 from .sizes import format_size, parse_size_bytes
@@ -67,6 +67,13 @@ SocketDir = Annotated[
         metavar="PATH",
         help="Folder of the sockets [default: $XDG_RUNTIME_DIR/xkv, else one of this user's own].",
     ),
+]
+IoThreads = Annotated[
+    int, typer.Option(min=1, max=IO_THREADS_MAX, help="Reads and writes of the medium that go on at once.")
+]
+SlotBytes = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(help=f"Slot size of a new card [default: {SLOT_BYTES}]."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one line for each value.")]
 CardFolder = Annotated[
@@ -114,11 +121,8 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     grace_ms: Annotated[
         int, typer.Option(min=0, max=GRACE_MS_MAX, help="How long an evicted object can still be read.")
     ] = GRACE_MS_DEFAULT,
-    io_threads: Annotated[int, typer.Option(min=1, max=IO_THREADS_MAX)] = IO_THREADS_DEFAULT,
-    slot_bytes: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(help="Slot size of a new card [default: 262144]."),
-    ] = None,
+    io_threads: IoThreads = IO_THREADS_DEFAULT,
+    slot_bytes: SlotBytes = None,
     quota: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(

@@ -79,7 +79,8 @@ def verify_command(  # noqa: PLR0917  each parameter is an option, and typer pas
 def _offline(card: Path, output: Output, *, drop: bool, rebuild_index: bool) -> int:
     options = CardOptions(folder=card, create=False)
     if rebuild_index:
-        status = rebuild(options)
+        with progress(output, "making the index anew"):
+            status = rebuild(options)
         facts = {name: status[name] for name in ("card_uuid", "objects", "object_bytes", "slots_total")}
         output.value({"rebuilt": facts}, f"the index was made anew from the slots: {facts['objects']} objects")
     report = _Report(output, f"xkv verify {card}", online=False)

@@ -46,6 +46,8 @@ RANK_DENIED_OFFSET: Final = 0
 RANK_STORE_BYTES_OFFSET: Final = 8
 RANK_SHED_OFFSET: Final = 16
 RANK_TERM_OFFSET: Final = 24
+RANK_LOADED_BYTES_OFFSET: Final = 32
+RANK_LOADING_NS_OFFSET: Final = 40
 DENIAL_BYTES: Final = 16
 PAGE_ALIGN_BYTES: Final = 4_096
 
@@ -57,7 +59,7 @@ _U64_MASK: Final = 2**64 - 1
 
 assert sys.byteorder == "little", "words are read natively, and the formats are little-endian"
 assert HEADER.size == HEARTBEAT_OFFSET
-assert RANK_STRIDE_BYTES >= RANK_TERM_OFFSET + _WORD
+assert RANK_STRIDE_BYTES >= RANK_LOADING_NS_OFFSET + _WORD
 
 
 def denials_offset(ranks: int) -> int:
@@ -219,6 +221,11 @@ class ControlPage:
         with self._barrier:
             self._words[word] = (self._words[word] + amount) & _U64_MASK
 
+    def set_loaded(self, rank: int, loaded_bytes: int, loading_ns: int) -> None:
+        """So many bytes this rank has ever loaded, in so much time in which it had a load under way."""
+        self._words[self._rank_word(rank, RANK_LOADED_BYTES_OFFSET)] = loaded_bytes
+        self._words[self._rank_word(rank, RANK_LOADING_NS_OFFSET)] = loading_ns
+
     # --- everybody reads ---------------------------------------------------------------------------------
 
     @property
@@ -261,6 +268,13 @@ class ControlPage:
         """A rank's first `numbers` counters; they begin at 0 with the page, and grow."""
         first = self._counters_word + rank * COUNTERS_PER_RANK
         return self._words[first : first + numbers].tolist()
+
+    def loaded(self, rank: int) -> tuple[int, int]:
+        """What a rank has said by `set_loaded`. The two may be of moments that are a copy apart."""
+        return (
+            self._words[self._rank_word(rank, RANK_LOADED_BYTES_OFFSET)],
+            self._words[self._rank_word(rank, RANK_LOADING_NS_OFFSET)],
+        )
 
     def term(self, rank: int) -> int:
         """A rank's leases hold as long as this stays what it was when its session was welcomed.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,11 +33,14 @@ class _Quiet:
         """Nobody looks."""
 
 
+QUIET: Final[Progress] = _Quiet()
+
+
 @contextmanager
 def progress(output: Output, doing: str) -> Iterator[Progress]:
     """A bar with the word `doing`, gone when the block ends."""
     if output.json or not sys.stderr.isatty():
-        yield _Quiet()
+        yield QUIET
         return
     # Rich costs a fifth of a second at import; see `console`.
     from rich import progress as of_rich  # noqa: PLC0415

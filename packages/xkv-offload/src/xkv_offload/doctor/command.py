@@ -19,6 +19,7 @@ from xkv_store.doctor.examination import Examined, Subject, examine, examine_ser
 from xkv_store.doctor.findings import Finding, as_text, as_value, exit_code, note, of_error
 from xkv_store.errors import UserError
 from xkv_store.geometry import Geometry
+from xkv_store.progress import Progress, progress
 
 from .. import config as keys  # noqa: TID252  the package may have another name
 from .. import failures  # noqa: TID252
@@ -134,7 +135,8 @@ def doctor_command(  # noqa: PLR0917  each parameter is an option, and typer pas
         raise UserError("--config names gateway and ring: leave --port, --socket-dir, --card, --socket and --ring out")
     own = subject_of(port, socket_dir, card, socket, ring, pid, measures=not no_bandwidth)
     subjects = [own] if launch.config is None else _subjects(launch, launch.config, own)
-    findings, measured = diagnose(launch, subjects, source=source, pid=pid)
+    with progress(output, "measuring the medium") as bar:
+        findings, measured = diagnose(launch, subjects, source=source, pid=pid, bar=bar)
     output.value(as_value(findings, measured), as_text(findings))
     raise typer.Exit(exit_code(findings))
 
@@ -164,7 +166,7 @@ def launch_of(
 
 
 def diagnose(
-    launch: Launch, subjects: Sequence[Subject], *, source: Path | None, pid: int | None
+    launch: Launch, subjects: Sequence[Subject], *, source: Path | None, pid: int | None, bar: Progress
 ) -> tuple[list[Finding], dict[str, Any]]:
     """Look at everything; the findings in their order, and what was measured."""
     host = gather_host(source)
@@ -178,7 +180,7 @@ def diagnose(
     findings += [*examine_allocator(environment), *environment_note(pid)]
     findings += _configuration(launch, present)
     measured: dict[str, Any] = {}
-    examined = [examine(one) if not place else examine_service(one) for place, one in enumerate(subjects)]
+    examined = [examine(one, bar) if not place else examine_service(one, bar) for place, one in enumerate(subjects)]
     for one in examined:
         findings += one.findings
     if examined:

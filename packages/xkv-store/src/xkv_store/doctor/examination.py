@@ -7,25 +7,22 @@ Must not know: how a check finds what it finds, the engine, what is printed.
 from __future__ import annotations
 
 import os
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ..contents import HeldObject  # noqa: TID252  the package may have another name
 from ..errors import MediumError, UserError  # noqa: TID252  the package may have another name
 from ..geometry import HEADER_BYTES, SLOT_BYTES  # noqa: TID252
 from ..io_pool import IO_THREADS_DEFAULT  # noqa: TID252
-from ..tool import Tool  # noqa: TID252
+from ..progress import QUIET, Progress  # noqa: TID252
 from .findings import note, of_error
 from .folder import examine_databases, examine_direct, examine_owner, examine_room, gather_folder, nearest
 from .limits import examine_memlock, examine_memory, gather_limits
-from .medium import Bandwidth, examine_bandwidth, measure
+from .medium import Bandwidth, Effort, examine_bandwidth, measure
 from .round_trip import examine_trip, gather_trip
 from .service import State, examine_gateway, examine_socket, gather_gateway, gather_socket
 
 if TYPE_CHECKING:
-    from ..key import ObjectKey  # noqa: TID252
     from .findings import Finding
     from .folder import FolderFacts
     from .round_trip import TripFacts
@@ -68,19 +65,22 @@ class Examined:
         return found | ({} if self.get_s is None else {"get_s": round(self.get_s, 6)})
 
 
-def examine(subject: Subject) -> Examined:
-    """Look at everything. Raises UserError for what is no finding: a process that is not there."""
+def examine(subject: Subject, bar: Progress = QUIET) -> Examined:
+    """Look at everything; `bar` is of what takes longest, the medium.
+
+    Raises UserError for what is no finding: a process that is not there.
+    """
     limits = gather_limits(subject.pid)
     found = [
         examine_memlock(limits, ring_bytes=subject.ring_bytes),
         examine_memory(limits, ring_bytes=subject.ring_bytes),
     ]
-    examined = examine_service(subject)
+    examined = examine_service(subject, bar)
     examined.findings[:0] = found
     return examined
 
 
-def examine_service(subject: Subject) -> Examined:
+def examine_service(subject: Subject, bar: Progress = QUIET) -> Examined:
     """Look at a gateway and its card."""
     examined = Examined()
     found = examined.findings
@@ -102,7 +102,7 @@ def examine_service(subject: Subject) -> Examined:
     else:
         found.append(note("round trip", "not tried: no gateway answers"))
     if folder is not None:
-        _measure(subject, gateway, folder, examined)
+        _measure(subject, gateway, folder, examined, bar)
     return examined
 
 
@@ -132,19 +132,10 @@ def _examine_card(subject: Subject, gateway: GatewayFacts, found: list[Finding])
 
 
 def _trip(subject: Subject, gateway: GatewayFacts) -> TripFacts:
-    def forget(key: ObjectKey, generation: int) -> bool:
-        with closing(Tool(subject.socket)) as tool:
-            return tool.purge([HeldObject(key.encode(), generation, 0, 0)]).objects == 1
-
-    return gather_trip(
-        subject.socket,
-        slot_bytes=int(gateway.status["slot_bytes"]),
-        gateway_uids=subject.trusted_uids,
-        forget=forget,
-    )
+    return gather_trip(subject.socket, slot_bytes=int(gateway.status["slot_bytes"]), gateway_uids=subject.trusted_uids)
 
 
-def _measure(subject: Subject, gateway: GatewayFacts, folder: FolderFacts, examined: Examined) -> None:
+def _measure(subject: Subject, gateway: GatewayFacts, folder: FolderFacts, examined: Examined, bar: Progress) -> None:
     if not subject.measures:
         examined.findings.append(note("bandwidth", "not measured: --no-bandwidth"))
         return
@@ -163,9 +154,9 @@ def _measure(subject: Subject, gateway: GatewayFacts, folder: FolderFacts, exami
         system = os.statvfs(place)
         bandwidth = measure(
             place,
+            Effort(slot_bytes=slot_bytes, threads=subject.io_threads),
             free_bytes=system.f_bavail * system.f_frsize,
-            slot_bytes=slot_bytes,
-            threads=subject.io_threads,
+            bar=bar,
         )
     except (UserError, MediumError, OSError) as error:
         examined.findings.append(note("bandwidth", f"not measured: {' '.join(str(error).split())}"))

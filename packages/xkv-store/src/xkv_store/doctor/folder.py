@@ -59,6 +59,9 @@ class FolderFacts:
         return bool(self.databases)
 
 
+_SERVES: Final = "no gateway of this user can serve the card, and an engine that would start one does not start"
+
+
 def gather_folder(folder: Path) -> FolderFacts:
     """Look at a card's folder; where it is not there, at the nearest one that is."""
     there = nearest(folder)
@@ -83,14 +86,23 @@ def nearest(folder: Path) -> Path:
 
 def examine_owner(facts: FolderFacts, *, uid: int) -> Finding:
     """Whether the folder is that user's (who serves the card) alone."""
+    if facts.is_link and facts.status is None:
+        what = f"{facts.folder} is a link that leads to nothing, and no folder is made in its place"
+        return fault("card", what, _SERVES, f"make the folder {facts.folder.readlink()}, or: rm {facts.folder}")
+    if facts.status is not None and not stat.S_ISDIR(facts.status.st_mode):
+        what = f"{facts.folder} is no folder"
+        return fault("card", what, _SERVES, "name another with --card or xkv.path, or move it away")
+    return _examine_rights(facts, uid=uid)
+
+
+def _examine_rights(facts: FolderFacts, *, uid: int) -> Finding:
     folder, status = facts.folder, facts.status
-    serves = "no gateway of this user can serve the card, and an engine that would start one does not start"
     if status is not None and status.st_uid != uid:
         what = f"the card's folder {folder} belongs to uid {status.st_uid}, and the gateway is uid {uid}'s"
         remedy = f"run gateway and engines as uid {status.st_uid}, or: chown -R {uid} {folder}"
         if facts.writable:
             return warning("card", what, "its owner can read and alter what this user's engines store", remedy)
-        return fault("card", what, serves, remedy)
+        return fault("card", what, _SERVES, remedy)
     if status is not None and status.st_mode & OTHERS_WRITE:
         what = f"others may write to the card's folder {folder} (mode {stat.S_IMODE(status.st_mode):04o})"
         return fault("card", what, "a gateway refuses it", f"chmod go-w {folder}")
@@ -100,9 +112,9 @@ def examine_owner(facts: FolderFacts, *, uid: int) -> Finding:
     if not facts.writable:
         where = "" if status is not None else ", where it would be made,"
         remedy = f"chmod u+rwx {nearest(folder)}, or name a folder of your own with --card or xkv.path"
-        return fault("card", f"this user may not write to {nearest(folder)}{where}", serves, remedy)
+        return fault("card", f"this user may not write to {nearest(folder)}{where}", _SERVES, remedy)
     what = "is this user's alone to write" if status is not None else "is not there yet, and can be made"
-    link = f", by a link to {folder.resolve()}" if facts.is_link else ""
+    link = f", by a link to {os.path.realpath(folder)}" if facts.is_link else ""
     return ok("card", f"{folder} {what}{link}")
 
 

@@ -28,6 +28,7 @@ from ..geometry import DATA_OFFSET, NAMESPACE_BYTES, SLOT_BYTES, Geometry  # noq
 from ..io_pool import IO_THREADS_DEFAULT  # noqa: TID252
 from ..key import ObjectKey  # noqa: TID252
 from ..plans import GetPlan, PutPlan  # noqa: TID252
+from ..progress import QUIET, Progress  # noqa: TID252
 from ..sizes import format_size  # noqa: TID252
 from .findings import note, ok
 
@@ -53,6 +54,12 @@ class Bandwidth:
     moved_bytes: int
     direct: bool
 
+    def as_text(self) -> str:
+        """For people."""
+        write, read = (format_size(int(rate)) for rate in (self.write_bytes_per_s, self.read_bytes_per_s))
+        by = "O_DIRECT" if self.direct else "through the page cache, so that the medium itself may be slower"
+        return f"writes {write}/s, reads {read}/s ({format_size(self.moved_bytes)} each; {by})"
+
     def as_value(self) -> dict[str, object]:
         """For JSON."""
         return {
@@ -63,21 +70,32 @@ class Bandwidth:
         }
 
 
-def measure(
-    folder: Path, *, free_bytes: int, slot_bytes: int = SLOT_BYTES, threads: int = IO_THREADS_DEFAULT
-) -> Bandwidth:
-    """Write and read in a folder of our own within `folder`; at most twice `SECONDS_MAX`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Effort:
+    """How much is written, and read, and how long that may take in each direction; and as what."""
+
+    bytes_max: int = BYTES_MAX
+    seconds_max: float = SECONDS_MAX
+    slot_bytes: int = SLOT_BYTES
+    threads: int = IO_THREADS_DEFAULT
+
+
+def measure(folder: Path, effort: Effort, *, free_bytes: int, bar: Progress = QUIET) -> Bandwidth:
+    """Write and read in a folder of our own within `folder`. `bar` counts objects, both ways.
 
     Raises UserError where there is no room, or nothing can be made there; MediumError where the medium fails.
     """
+    slot_bytes = effort.slot_bytes
     geometry = Geometry(slot_bytes)
     object_slots = max(1, OBJECT_SLOTS * SLOT_BYTES // slot_bytes)
-    objects = min(BYTES_MAX, int(free_bytes * FREE_SHARE_MAX)) // (object_slots * slot_bytes)
+    if effort.bytes_max < object_slots * slot_bytes:
+        raise UserError(f"an object alone takes {format_size(object_slots * slot_bytes)} here: measure with more")
+    objects = min(effort.bytes_max, int(free_bytes * FREE_SHARE_MAX)) // (object_slots * slot_bytes)
     if objects < 1:
         raise UserError(f"{format_size(free_bytes)} are free in {folder}, too few to measure; make room there")
     capacity_bytes = DATA_OFFSET + (objects * object_slots + SPARE_SLOTS) * slot_bytes
     try:
-        place = Path(tempfile.mkdtemp(prefix=".xkv-doctor-", dir=folder))
+        place = Path(tempfile.mkdtemp(prefix=".xkv-measure-", dir=folder))
     except OSError as error:
         raise UserError(f"nothing can be made in {folder} ({error.strerror}); name another folder") from error
     try:
@@ -85,7 +103,7 @@ def measure(
             CardOptions(folder=place, capacity_bytes=capacity_bytes, slot_bytes=slot_bytes, grace_ms=0, create=True)
         )
         try:
-            return _timed(card, objects=objects, length=object_slots * geometry.fragment_bytes, threads=threads)
+            return _timed(card, effort, bar, objects=objects, length=object_slots * geometry.fragment_bytes)
         finally:
             card.abandon()
     finally:
@@ -94,13 +112,12 @@ def measure(
 
 def examine_bandwidth(bandwidth: Bandwidth) -> Finding:
     """Say it; whether it is enough depends on the model."""
-    write, read = (format_size(int(rate)) for rate in (bandwidth.write_bytes_per_s, bandwidth.read_bytes_per_s))
-    by = "O_DIRECT" if bandwidth.direct else "through the page cache, so that the medium itself may be slower"
     found = ok if bandwidth.direct else note
-    return found("bandwidth", f"writes {write}/s, reads {read}/s ({format_size(bandwidth.moved_bytes)} each; {by})")
+    return found("bandwidth", bandwidth.as_text())
 
 
-def _timed(card: Card, *, objects: int, length: int, threads: int) -> Bandwidth:
+def _timed(card: Card, effort: Effort, bar: Progress, *, objects: int, length: int) -> Bandwidth:
+    bar.expect(2 * objects)
     plans = [card.begin_put(_key(number), length, 0, number, False, time.monotonic_ns()) for number in range(objects)]
     puts = [plan for plan in plans if isinstance(plan, PutPlan)]
     slots = _Buffers(fragments=puts[0].fragments, slot_bytes=card.geometry.slot_bytes)
@@ -111,12 +128,12 @@ def _timed(card: Card, *, objects: int, length: int, threads: int) -> Bandwidth:
     def read(plan: GetPlan) -> None:
         card.read(plan, slots.mine(), 0)
 
-    wrote, write_s = _spread([partial(write, plan) for plan in puts], threads)
+    wrote, write_s = _spread([partial(write, plan) for plan in puts], effort, bar.advance)
     for place, plan in enumerate(puts):
         # What was not begun in time is given back: its slots hold nothing.
         card.finish_put(plan, None if place < wrote else MediumError(0, "not written in time"))
     gets = [got for plan in puts[:wrote] if (got := card.begin_get(plan.key, time.monotonic_ns())) is not None]
-    got_back, read_s = _spread([partial(read, got) for got in gets], threads)
+    got_back, read_s = _spread([partial(read, got) for got in gets], effort, lambda done: bar.advance(objects + done))
     for got in gets:
         card.end_get(got)
     return Bandwidth(
@@ -144,21 +161,24 @@ class _Buffers:
         return found
 
 
-def _spread(work: Sequence[Callable[[], None]], threads: int) -> tuple[int, float]:
-    """Do as much of it as is begun within `SECONDS_MAX`, in order; how much that was, and how long it took.
+def _spread(work: Sequence[Callable[[], None]], effort: Effort, told: Callable[[int], None]) -> tuple[int, float]:
+    """Do as much of it as is begun in time, in order; how much that was, and how long it took.
 
     The first is always done. Raises what one of them raised.
     """
     begun_s = time.monotonic()
 
     def one(place: int) -> bool:
-        if place and time.monotonic() - begun_s > SECONDS_MAX:
+        if place and time.monotonic() - begun_s > effort.seconds_max:
             return False
         work[place]()
         return True
 
-    with ThreadPoolExecutor(threads) as pool:
-        done = list(pool.map(one, range(len(work))))
+    done: list[bool] = []
+    with ThreadPoolExecutor(effort.threads) as pool:
+        for was_begun in pool.map(one, range(len(work))):
+            done.append(was_begun)
+            told(len(done))
     took_s = max(time.monotonic() - begun_s, 1 / MANY)
     return done.index(False) if False in done else len(done), took_s
 

@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Final
 
 from ..attachment import Attachment  # noqa: TID252  the package may have another name
 from ..client import Client, GetObject, PutObject  # noqa: TID252
+from ..contents import HeldObject  # noqa: TID252
 from ..errors import PeerError, UserError  # noqa: TID252
 from ..geometry import HEADER_BYTES, Geometry  # noqa: TID252
 from ..key import ObjectKey  # noqa: TID252
+from ..tool import Tool  # noqa: TID252
 from ..wire import LoadedObject, LoadStatus, Role, StoredObject, StoreStatus  # noqa: TID252
 from .findings import fault, note, of_error, ok, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from ..embedded import EmbeddedCard  # noqa: TID252
     from .findings import Finding
 
 FRAGMENTS: Final = 3  # the last of them is not full
@@ -50,9 +53,9 @@ class TripFacts:
 
 
 def gather_trip(
-    socket: Path, *, slot_bytes: int, gateway_uids: frozenset[int], forget: Callable[[ObjectKey, int], bool]
+    socket: Path, *, slot_bytes: int, gateway_uids: frozenset[int] = frozenset(), embedded: EmbeddedCard | None = None
 ) -> TripFacts:
-    """Put one object and get it back. `forget` takes it off the card: a key, its generation, whether it has left."""
+    """Put one object, get it back, and take it off the card. `embedded`: whose gateway is started if none is there."""
     geometry = Geometry(slot_bytes)
     attachment = Attachment(
         socket=socket,
@@ -67,13 +70,20 @@ def gather_trip(
         connect_timeout_ms=ATTACH_MS_MAX,
         heartbeat_timeout_ms=HEARTBEAT_MS_MAX,
         gateway_uids=gateway_uids,
+        embedded=embedded,
     )
     try:
         with closing(Client.attach(attachment)) as client:
             facts, left = _there_and_back(client, geometry)
+            return replace(facts, forgotten=left is None or _forget(socket, *left))
     except (UserError, PeerError) as error:
         return TripFacts(error=str(error))
-    return replace(facts, forgotten=left is None or forget(*left))
+
+
+def _forget(socket: Path, key: ObjectKey, generation: int) -> bool:
+    """Take it off the card; whether it has left."""
+    with closing(Tool(socket)) as tool:
+        return tool.purge([HeldObject(key.encode(), generation, 0, 0)]).objects == 1
 
 
 def examine_trip(facts: TripFacts) -> list[Finding]:
