@@ -722,7 +722,8 @@ class GatewayMachine(RuleBasedStateMachine):
                 patch.setattr(Database, "write", lambda *_: None)  # the medium says that it has written
             job = pool.end(which, error)
         if job.lane is Lane.STORE and job.error is None:
-            self.written(works[0], lost=what == "lost")
+            for work in works:
+                self.written(work, lost=what == "lost")
         elif job.lane is Lane.LOAD and job.error is not None and works:
             generation, key = works[0].plan.generation, works[0].plan.key
             is_corrupt = isinstance(job.error, CorruptObject)

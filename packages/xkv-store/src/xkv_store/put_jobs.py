@@ -103,7 +103,7 @@ class PutJobs:
             self.ended(job)
 
     def _end(self, together: _Together, error: Exception | None) -> None:
-        errors = together.errors or [error] * len(together.puts)
+        errors = [error] * len(together.puts) if error is not None or not together.errors else together.errors
         for put, own in zip(together.puts, errors, strict=True):
             self._written(put, own)
 
