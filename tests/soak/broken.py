@@ -1,0 +1,67 @@
+"""Planted faults, one for each thing that a soak looks at: a run that does not notice them is blind.
+
+Owns: the changes to a gateway that is about to serve. Must not know: anything else of the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from ranks.broken import break_gateway
+from xkv_store import card
+from xkv_store.card import Card
+from xkv_store.limbo import Ghost, Limbo
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterable
+
+    from xkv_store.layout import Extent
+
+LEAKS: Final = 200  # one in so many objects keeps its slots for ever
+SLOW_S: Final = 0.002
+
+
+def _leak() -> None:
+    """Now and then slots that limbo lets go of are given to nobody."""
+    real, calls = Card._give, itertools.count(1)
+
+    def give(self: Card, extents: Iterable[Extent]) -> None:
+        if next(calls) % LEAKS:
+            real(self, extents)
+
+    vars_of: Any = Card
+    vars_of._give = give
+
+
+def _grace() -> None:
+    """Slots are free again as soon as their removal is committed, whatever the grace."""
+    real = Limbo.release
+
+    def release(self: Limbo, now_ns: int, pinned: Container[int]) -> list[Ghost]:
+        return real(self, now_ns + 3_600_000_000_000, pinned)
+
+    vars_of: Any = Limbo
+    vars_of.release = release
+
+
+def _cliff() -> None:
+    """Places on a card that is nearly full are slow to find."""
+    real = card.place
+
+    def place(allocators: list[Any], *args: Any, **more: Any) -> Any:
+        if sum(one.free for one in allocators) < sum(one.slots for one in allocators) // 4:
+            time.sleep(SLOW_S)
+        return real(allocators, *args, **more)
+
+    vars_of: Any = card
+    vars_of.place = place
+
+
+FAULTS: Final[dict[str, Callable[[], None]]] = {
+    "leak": _leak,
+    "grace": _grace,
+    "cliff": _cliff,
+    "lease": break_gateway,
+}
