@@ -1,6 +1,6 @@
-"""Puts as fast as the gateway takes them, with the rate of every window.
+"""Puts as fast as the gateway takes them.
 
-Owns: the numbers that were put, their answers, windows. Must not know: what is judged by them.
+Owns: the numbers that were put, their answers. Must not know: what is judged by them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from xkv_store.client import Client
 
 BATCH: Final = 16  # objects of a message
-WINDOW: Final = 500  # confirmed objects whose rate is one figure
 REPLACED: Final = 29  # one in so many puts is of a key that the card has
 REPLACED_BACK: Final = 400  # …and that was put so many objects before
 SHED_PAUSE_S: Final = 0.002  # an engine drops what is shed and computes on; here the next one is tried a little later
@@ -35,23 +34,20 @@ class Flood:
         self._objects = objects
         self._changed = threading.Condition()
         self._out = 0
-        self._window_began = (0, 0.0)
         self.statuses: Counter[StoreStatus] = Counter()
         self.next_number = 0
         self.put_slots = 0
-        self.rates: list[float] = []
-        """Confirmed objects a second, of each window so far."""
 
     @property
     def confirmed(self) -> int:
         """Objects that the card has confirmed."""
         return self.statuses[StoreStatus.CONFIRMED]
 
-    def begin_windows(self) -> None:
-        """What was before belongs to no window."""
-        with self._changed:
-            self.rates = []
-            self._window_began = (self.confirmed, time.monotonic())
+    def put(self, count: int) -> float:
+        """Put until so many more are confirmed; how many that were a second."""
+        began, confirmed = time.monotonic(), self.confirmed
+        self.run(lambda: self.confirmed + self._out < confirmed + count)
+        return (self.confirmed - confirmed) / (time.monotonic() - began)
 
     def run(self, goes_on: Callable[[], bool]) -> None:
         """Put until `goes_on` says no; then wait for every answer."""
@@ -88,9 +84,4 @@ class Flood:
         with self._changed:
             self._out -= 1
             self.statuses[answer.status] += 1
-            confirmed, since = self._window_began
-            if self.confirmed - confirmed >= WINDOW:
-                now = time.monotonic()
-                self.rates.append((self.confirmed - confirmed) / (now - since))
-                self._window_began = (self.confirmed, now)
             self._changed.notify()

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 NAMESPACE: Final = b"soak-full-cards!"
 SIZES: Final = (1, 3, 1, 17, 2, 5, 1, 40, 2, 9)  # fragments, by an object's number: 8.1 slots on average
 SLOTS_MAX: Final = max(SIZES)
+MEAN_SLOTS: Final = sum(SIZES) / len(SIZES)
 OBJECTS_PER_FAMILY: Final = 16
 _NUMBER_BYTES: Final = 8
 _STEP: Final = 64

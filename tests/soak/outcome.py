@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Final
 
 RATE_RATIO_MIN: Final = 0.85  # puts of a full card to those of one that fills
@@ -18,7 +19,8 @@ TURNS_MIN: Final = 1.0  # how often a full card's slots were all put anew
 class Outcome:
     """Everything that is counted. `turns`: slots put while full, to the card's. Rates are in objects a second.
 
-    `late_loads`: loads within their grace that were asked for too late for it, by our own delay: they prove nothing.
+    `rates`: of windows that follow each other, on a full card and on one that fills. `late_loads`: not there, but asked
+    for after their grace, by our own delay: they prove nothing. `cpu_us_*`: of the gateway, for each object.
     """
 
     canary: str = ""
@@ -26,10 +28,9 @@ class Outcome:
     turns: float = 0.0
     shed: int = 0
     evicted: int = 0
-    put_rate_filling: float = 0.0
-    put_rate_full: float = 0.0
-    put_rate_ratio: float = 0.0
-    late_rate_ratio: float = 0.0
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    cpu_us_full: float = 0.0
+    cpu_us_filling: float = 0.0
     status_samples: int = 0
     accounting_errors: int = 0
     grace_loads: int = 0
@@ -42,7 +43,6 @@ class Outcome:
     audited_objects: int = 0
     audit_errors: int = 0
     extents_per_object: float = 0.0
-    gateway_cpu: float = 0.0
     reasons: list[str] = field(default_factory=list)
 
     def note(self, counter: str, reason: str) -> None:
@@ -62,6 +62,16 @@ class Outcome:
                 raise ValueError(counter)
         self.reasons.append(f"{counter}: {reason}")
 
+    @property
+    def rate_ratio(self) -> float:
+        """A full card's rate to that of one that fills, the median of all windows."""
+        return _ratio(self.rates)
+
+    @property
+    def late_rate_ratio(self) -> float:
+        """The same of the last third."""
+        return _ratio(self.rates[-max(1, len(self.rates) // 3) :])
+
     def missed(self) -> list[str]:
         """The bars that are missed."""
         counts = {
@@ -72,7 +82,7 @@ class Outcome:
             "audit errors": self.audit_errors,
         }
         found = [f"{count} {name}" for name, count in counts.items() if count]
-        for name, ratio in (("", self.put_rate_ratio), (" in the last quarter", self.late_rate_ratio)):
+        for name, ratio in (("", self.rate_ratio), (" in the last third", self.late_rate_ratio)):
             if ratio < RATE_RATIO_MIN:
                 found.append(f"a full card's puts{name} at {ratio} of a filling one's, less than {RATE_RATIO_MIN}")
         return found
@@ -104,6 +114,13 @@ class Outcome:
 
     def line(self) -> str:
         """The closing line."""
-        values = {**asdict(self), "missed": self.missed(), "passed": self.passed}
-        del values["reasons"]
+        values = {**asdict(self), "put_rate_ratio": self.rate_ratio, "late_rate_ratio": self.late_rate_ratio}
+        values |= {"missed": self.missed(), "passed": self.passed}
+        for name, rates in zip(("put_rate_full", "put_rate_filling"), zip(*self.rates, strict=True), strict=False):
+            values[name] = round(median(rates), 1)
+        del values["reasons"], values["rates"]
         return json.dumps(values)
+
+
+def _ratio(rates: list[tuple[float, float]]) -> float:
+    return round(median(full / filling for full, filling in rates), 3) if rates else 0.0

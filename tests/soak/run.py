@@ -9,15 +9,14 @@ import os
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from ranks.gateway import RunGateway
 from soak import audit
 from soak.flood import Flood
-from soak.objects import SLOTS_MAX, Objects
+from soak.objects import MEAN_SLOTS, SLOTS_MAX, Objects
 from soak.outcome import Outcome
 from soak.watch import KEPT_MAX, Watch
 from xkv_store.client import Attachment, Client, Role
@@ -32,8 +31,9 @@ if TYPE_CHECKING:
 RING_SLOTS: Final = 2_048  # for puts: some 250 objects on their way
 LEASED_SLOTS: Final = 2 * KEPT_MAX * SLOTS_MAX
 WRITE_BYTES: Final = 8 << 20
-WARM_UP: Final = 2  # windows that do not count: everything is run for the first time
-FILLED_PART: Final = 0.75  # of the card, up to which it counts as one that fills: then it begins to evict ahead
+WINDOWS: Final = 9  # on the full card and on one that fills, turn and turn about
+FILLED_PART: Final = 0.75  # of a card, up to which it counts as one that fills: then it begins to evict ahead
+SETTLE_GRACES: Final = 2  # put before a window of the full card, which has rested during the other's
 HZ: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -62,33 +62,43 @@ class Run:
 
     def run(self) -> Outcome:
         """The phases, one after the other."""
-        options = self._options
-        size = ("--capacity", str(options.capacity), "--slot-bytes", str(options.slot_bytes))
-        RunGateway(self._folder, words=size).end()  # makes the card
-        _write_once(self._folder / "card" / "db-0.xkv")
-        serve = ("soak.gateway", *(("--fault", options.fault) if options.fault else ()))
-        gateway = RunGateway(self._folder, serve=serve, words=("--grace-ms", str(options.grace_ms)))
-        try:
-            status = self._flood(gateway)
-        finally:
-            gateway.end()
-        audit.compare_with_medium(status, self._folder / "card", self._outcome)
+        with ExitStack() as stack:
+            twin = self._gateway(stack, self._folder / "twin", "")
+            flooded = self._folder / "flooded"
+            with ExitStack() as until_audit:
+                gateway = self._gateway(until_audit, flooded, self._options.fault)
+                status = self._flood(gateway, twin)
+        audit.compare_with_medium(status, flooded / "card", self._outcome)
         self._say(f"audited {self._outcome.audited_objects} objects on the medium")
         return self._outcome
 
-    def _flood(self, gateway: RunGateway) -> dict[str, object]:
+    def _gateway(self, stack: ExitStack, folder: Path, fault: str) -> RunGateway:
+        """A gateway on a new card of which every byte has been written."""
+        options = self._options
+        folder.mkdir()
+        size = ("--capacity", str(options.capacity), "--slot-bytes", str(options.slot_bytes))
+        RunGateway(folder, words=size).end()  # makes the card
+        _write_once(folder / "card" / "db-0.xkv")
+        serve = ("soak.gateway", *(("--fault", fault) if fault else ()))
+        gateway = RunGateway(folder, serve=serve, words=("--grace-ms", str(options.grace_ms)))
+        stack.callback(gateway.end)
+        return gateway
+
+    def _flood(self, gateway: RunGateway, twin: RunGateway) -> dict[str, Any]:
         outcome = self._outcome
         with ExitStack() as clients:
-            putter = clients.enter_context(closing(self._attach(gateway, "puts", RING_SLOTS, 1)))
-            loader = clients.enter_context(closing(self._attach(gateway, "loads", 1, LEASED_SLOTS)))
-            keeper = clients.enter_context(closing(self._attach(gateway, "leases", 1, LEASED_SLOTS)))
+
+            def attach(to: RunGateway, engine: str, store_slots: int, load_slots: int) -> Client:
+                return clients.enter_context(closing(self._attach(to, engine, store_slots, load_slots)))
+
+            putter = attach(gateway, "puts", RING_SLOTS, 1)
+            filler = Flood(attach(twin, "puts", RING_SLOTS, 1), self._objects)
             flood = Flood(putter, self._objects)
             watch = Watch(gateway, flood, outcome, self._grace_s)
-            watch.start(loader, keeper, self._objects, self._options.seed)
-            try:
-                self._fill_and_stay(gateway, flood, watch)
-            finally:
-                watch.close()
+            loader, keeper = (attach(gateway, name, 1, LEASED_SLOTS) for name in ("loads", "leases"))
+            with closing(watch):
+                watch.start(loader, keeper, self._objects, self._options.seed)
+                self._fill_and_stay((gateway, flood), (twin, filler), watch)
             status = audit.at_rest(gateway, self._grace_s)
             audit.compare_with_table(status, putter, self._objects, flood.next_number, outcome)
         counters = status["counters"]
@@ -96,28 +106,29 @@ class Run:
         outcome.from_limbo = counters.get("gets_from_limbo", 0)
         return status
 
-    def _fill_and_stay(self, gateway: RunGateway, flood: Flood, watch: Watch) -> None:
-        outcome, total = self._outcome, gateway.status()["slots_total"]
-        flood.begin_windows()
-        flood.run(lambda: flood.put_slots < FILLED_PART * total)
-        filling = flood.rates[WARM_UP:]
-        outcome.put_rate_filling = round(median(filling), 1)
-        self._say(f"filled: {flood.confirmed} objects, {outcome.put_rate_filling} a second")
+    def _fill_and_stay(self, full: tuple[RunGateway, Flood], filling: tuple[RunGateway, Flood], watch: Watch) -> None:
+        """Fill one card; then windows on it and on the other one, turn and turn about, and all other puts between."""
+        outcome, (gateway, flood), (twin, filler) = self._outcome, full, filling
+        total = gateway.status()["slots_total"]
+        window = int(FILLED_PART * total / MEAN_SLOTS / (WINDOWS + 1))
+        rate = filler.put(window)  # the first is the warm-up
         flood.run(lambda: flood.put_slots < total)
+        self._say(f"filled: {flood.confirmed} objects")
         watch.full = True
-        began = (flood.confirmed, flood.put_slots, flood.statuses.copy(), time.monotonic(), _cpu_s(gateway.pid))
-        flood.begin_windows()
-        flood.run(lambda: flood.confirmed - began[0] < self._options.puts)
-        wall_s = time.monotonic() - began[3]
-        full = flood.rates[WARM_UP:]
-        outcome.puts = flood.confirmed - began[0]
-        outcome.turns = round((flood.put_slots - began[1]) / total, 2)
-        outcome.shed = sum((flood.statuses - began[2]).values()) - outcome.puts
-        outcome.put_rate_full = round(median(full), 1)
-        outcome.put_rate_ratio = round(median(full) / median(filling), 3)
-        outcome.late_rate_ratio = round(median(full[-max(1, len(full) // 4) :]) / median(filling), 3)
-        outcome.gateway_cpu = round((_cpu_s(gateway.pid) - began[4]) / wall_s, 2)
-        self._say(f"stayed full: {outcome.puts} objects, {outcome.put_rate_full} a second, {outcome.shed} shed")
+        between = max(self._options.puts // WINDOWS - window, int(SETTLE_GRACES * self._grace_s * rate))
+        confirmed, slots, statuses = flood.confirmed, flood.put_slots, flood.statuses.copy()
+        cpu_s = [0.0, 0.0]
+        for number in range(WINDOWS):
+            flood.put(between)
+            at = (_cpu_s(gateway.pid), _cpu_s(twin.pid))
+            rates = (flood.put(window), filler.put(window))
+            cpu_s = [sum(pair) for pair in zip(cpu_s, (_cpu_s(gateway.pid) - at[0], _cpu_s(twin.pid) - at[1]), strict=True)]
+            outcome.rates.append(rates)
+            self._say(f"window {number + 1}: {rates[0]:.0f} objects a second, {rates[1]:.0f} on a card that fills")
+        outcome.puts = flood.confirmed - confirmed
+        outcome.turns = round((flood.put_slots - slots) / total, 2)
+        outcome.shed = sum((flood.statuses - statuses).values()) - outcome.puts
+        outcome.cpu_us_full, outcome.cpu_us_filling = (round(one / WINDOWS / window * 1e6, 1) for one in cpu_s)
 
     def _attach(self, gateway: RunGateway, engine: str, store_slots: int, load_slots: int) -> Client:
         slot_bytes = self._options.slot_bytes

@@ -30,8 +30,7 @@ ROUND_S: Final = 0.02  # between two looks at the objects that are next to leave
 WATCHED: Final = 48  # of those, at a time
 AHEAD: Final = 1_500  # numbers behind the last one that left among which they are
 BORED_ROUNDS: Final = 200  # that an object is watched and stays
-WAITS: Final = (0.0, 0.8)  # of the grace, from the last time that the lookup table had the object
-LATE: Final = 0.9  # of the grace: asked for later than this, a load proves nothing
+WAITS: Final = (0.0, 0.7)  # of the grace, from the last time that the lookup table had the object
 PACE_S: Final = 0.01  # between two leases that are kept
 KEPT_S_MAX: Final = 1.0
 KEPT_MAX: Final = 24  # leases at once
@@ -140,17 +139,16 @@ class Watch:
         return number
 
     def _load(self, client: Client, objects: Objects, leaving: Leaving) -> None:
-        asked = time.monotonic()
         leased = self._lease(client, objects, leaving.number)
-        if asked > leaving.seen + LATE * self._grace_s:
+        answered = time.monotonic()
+        if leased.status is LoadStatus.OK:
+            self._outcome.grace_loads += 1
+            self._give_back(client, objects, leaving.number, leased)
+        elif answered > leaving.seen + self._grace_s:
             self._outcome.late_loads += 1
         else:
-            self._outcome.grace_loads += 1
-            if leased.status is not LoadStatus.OK:
-                after = asked - leaving.seen
-                self._note("lost_in_grace", f"object {leaving.number}: {leased.status.name} {after:.3f} s after a hit")
-        if leased.status is LoadStatus.OK:
-            self._give_back(client, objects, leaving.number, leased)
+            after = answered - leaving.seen
+            self._note("lost_in_grace", f"object {leaving.number}: {leased.status.name} {after:.3f} s after a hit")
 
     def _lease(self, client: Client, objects: Objects, number: int) -> Leased:
         answers: queue.SimpleQueue[Leased] = queue.SimpleQueue()
