@@ -54,6 +54,7 @@ class Config:
     namespace: str
     weights_fingerprint: str
     trust_lora_names: bool
+    store_threshold: int
 
 
 def parse(extra_config: Mapping[str, object]) -> Config:

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 from xkv_store.key import chunk_tag
 
+from .asked import AskCounts
 from .entries import Entry, entries, gateway_of
 from .identity import after_reset
 from .metrics import Increments, metric_name
@@ -90,6 +91,7 @@ class ManagerOptions:
     `group_bytes`: by vLLM's group number, bytes of the ring that a whole chunk takes on one rank, in whole slots
     (0: the group is never stored).
     `store_backlog_bytes`: per rank. `loads`, `stores`: by vLLM's kv_role. `gateways`: one, or one for each rank.
+    `store_threshold`: a chunk is stored once so many requests have asked for it; 0 and 1 are the first time.
     """
 
     namespace: bytes
@@ -99,6 +101,7 @@ class ManagerOptions:
     loads: bool
     stores: bool
     gateways: int = 1
+    store_threshold: int = 0
 
 
 @dataclass(slots=True)
@@ -139,6 +142,7 @@ class XkvManager:
         self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
         self._stale: set[str] = set()
         self._shed_logged = -SHED_LOG_SECONDS
+        self._asked = AskCounts() if options.store_threshold > 1 else None
 
     # -- lookups ---------------------------------------------------------------------------------------------
 
@@ -156,7 +160,7 @@ class XkvManager:
             self._counts.add("lookup_no_gateway")
             return self._words.miss
         self._read_denials()
-        if not self._held(key, touch=True):
+        if not self._held(key):
             self._counts.add("lookup_misses")
             return self._words.miss
         if self._staging is None:
@@ -185,8 +189,10 @@ class XkvManager:
                         self._deny(chunk_tag(entry.salt, denied[:-4]), generation)
         return answer
 
-    def _held(self, key: bytes, *, touch: bool) -> bool:
-        """Whether all ranks' objects are confirmed and not denied."""
+    def _held(self, key: bytes) -> bool:
+        """Whether all ranks' objects are confirmed and not denied. Asking is a use, also behind a chunk that is missing:
+        what was computed again would have hit.
+        """
         lookup = self._card.table.lookup
         block_hash = key[:-4]
         for salt, bits, _ in self._entries_of(key):
@@ -197,7 +203,7 @@ class XkvManager:
             if self._is_denied(tag, found[0]):
                 self._counts.add("lookup_denied")
                 return False
-            if touch and len(self._touched) < TOUCHED_MAX:
+            if len(self._touched) < TOUCHED_MAX:
                 self._touched.append(tag)
         return True
 
@@ -279,8 +285,11 @@ class XkvManager:
             position = request.next_position
             request.next_position += 1
             size = self._options.group_bytes.get(int.from_bytes(key[-4:], "big"), 0)
-            if size == 0 or self._is_pending(key, now) or self._held(key, touch=False):
+            if size == 0 or self._is_pending(key, now) or self._held(key):
                 self._counts.add("held_keys")
+                continue
+            if self._asked is not None and self._asked.ask(key) < self._options.store_threshold:
+                self._counts.add("rare_keys")
                 continue
             if backlog + size > self._options.store_backlog_bytes:
                 self._shed(request, len(keys) - number)

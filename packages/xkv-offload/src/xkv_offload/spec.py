@@ -135,6 +135,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 loads=engine["kv_role"] != "kv_producer",
                 stores=engine["kv_role"] != "kv_consumer",
                 gateways=len(clients),
+                store_threshold=config.store_threshold,
             ),
             staging=self._staging(clients, slots=slots, ranks=ranks) if engine["channel"] == "verified" else None,
             words=Words(

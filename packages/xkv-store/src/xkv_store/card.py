@@ -122,7 +122,7 @@ class Card:
         encoded = key.encode()
         if encoded in self._flying:
             return PutRefusal.BUSY
-        old = self._record(encoded)
+        old = self._record(encoded) if self._may_hold(key, encoded) else None
         if old is not None and not replace:
             self._recency.touch(key.tag)
             return PutRefusal.HELD
@@ -437,6 +437,10 @@ class Card:
         fragments = self.geometry.fragments(record.length)
         return GetPlan(key, encoded, *record[:4], fragments, record.extents)
 
+    def _may_hold(self, key: ObjectKey, encoded: bytes) -> bool:
+        """Whether to look for a record at all: what is committed is in the lookup table, and that is quicker asked."""
+        return self._overlay.queued(encoded) or self.table.get(key.tag) is not None
+
     def _record(self, encoded: bytes) -> Record | None:
         """The present record of a key; an index that cannot be read makes a miss, counted."""
         try:
@@ -475,7 +479,7 @@ class Card:
 
     def _to_limbo(self, encoded: bytes, record: Record, now_ns: int, *, readable: bool) -> Ghost:
         slots = self.geometry.fragments(record.length)
-        ghost = Ghost(encoded, record, slots, now_ns + self._grace_ns, readable)
+        ghost = Ghost(encoded, record, slots, now_ns + self._grace_ns, readable, left_ns=now_ns)
         self._limbo.add(ghost)
         self._used_slots -= slots
         account = self._accounts.of(encoded[:NAMESPACE_BYTES])

@@ -33,7 +33,8 @@ _DOUBLINGS = 40
 _BUCKETS = _STEPS_PER_DOUBLING * _DOUBLINGS
 _FADE = 0.5  # of what was counted, at each new weight
 GAIN_MIN = 1.02  # a weight that promises less than this over LRU is noise
-_WEIGHTS = 2.0 ** (np.arange(-2, 21) / 2)
+# Never below 1: what was asked for again is what new objects stand behind in their prefixes, and has to outlive them.
+_WEIGHTS = 2.0 ** (np.arange(21) / 2)
 _HALVINGS = 40
 
 Floats = npt.NDArray[np.float64]
@@ -69,7 +70,7 @@ class Recency:
 
     def touch(self, tag: int) -> None:
         """A chunk was asked for. One that is not held changes nothing."""
-        found = self._stamps.ask(tag, (self.now + 1) & STAMP_MASK or 1)  # later than what was put just now
+        found = self._stamps.ask(tag, _stamp(self.now + 1))  # later than what was put just now
         if found is None:
             return
         generation, ranks, stamp = found
@@ -103,7 +104,7 @@ class Recency:
     def confirmed(self, tag: int, family: int) -> None:
         """An object stands in the lookup table: one that came again says so there, too."""
         if family >= AGAIN:
-            self._stamps.ask(tag, (family - AGAIN) & STAMP_MASK or 1)
+            self._stamps.ask(tag, _stamp(family - AGAIN))
 
     def left(self, tag: int, last: int, *, again: bool) -> None:
         """A chunk leaves; `last` is when it was put, or asked for (`again`)."""
@@ -134,6 +135,11 @@ class Recency:
             if ghost >> shift == print_:
                 return at, place
         return at, WAYS
+
+
+def _stamp(generation: int) -> int:
+    """Its lower half; the one before where that would say NEVER."""
+    return generation & STAMP_MASK or STAMP_MASK
 
 
 class Curve:
@@ -200,12 +206,11 @@ EDGES: Floats = np.array([_edge(number) for number in range(_BUCKETS + 1)])
 
 def best_weight(new: Curve, again: Curve, objects: int) -> float:
     """The weight with which `objects` objects kept would have been found most often; 1 unless it is clearly better."""
-    weights = np.concatenate(([1.0], _WEIGHTS))
-    low, high = np.zeros(len(weights)), np.full(len(weights), EDGES[-1])
+    low, high = np.zeros(len(_WEIGHTS)), np.full(len(_WEIGHTS), EDGES[-1])
     for _ in range(_HALVINGS):  # the age up to which new objects can be kept, for each weight
         middle = (low + high) / 2
-        fits = new.kept(middle) + again.kept(middle * weights) <= objects
+        fits = new.kept(middle) + again.kept(middle * _WEIGHTS) <= objects
         low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-    hits = new.hits(low) + again.hits(low * weights)
+    hits = new.hits(low) + again.hits(low * _WEIGHTS)
     best = int(np.argmax(hits))
-    return float(weights[best]) if hits[best] >= GAIN_MIN * hits[0] else 1.0
+    return float(_WEIGHTS[best]) if hits[best] >= GAIN_MIN * hits[0] else 1.0
