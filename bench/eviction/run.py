@@ -26,7 +26,7 @@ CAPACITIES: Final = (0.01, 0.03, 0.1, 0.2, 0.4)  # of a trace's different blocks
 OURS: Final = "ours"
 TAIL_FIRST: Final = "LRU, tail first"
 NAMES: Final = (*REFERENCES, TAIL_FIRST, OURS)
-THRESHOLDS: Final = (1, 2, 3)
+THRESHOLDS: Final = (1, 2)
 
 
 @dataclass(frozen=True, slots=True)

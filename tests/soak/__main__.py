@@ -23,7 +23,7 @@ def _options(arguments: list[str]) -> tuple[Options, argparse.Namespace]:
     parser.add_argument("--puts", type=int, default=100_000, help="objects put while the card is full (100000)")
     parser.add_argument("--capacity", type=int, default=1_024, metavar="MIB", help="of the card (1024)")
     parser.add_argument("--slot-bytes", type=int, default=4_096, help="of the card (4096)")
-    parser.add_argument("--grace-ms", type=int, default=1_000, help="of the card (1000)")
+    parser.add_argument("--grace-ms", type=int, default=500, help="of the card (500)")
     parser.add_argument("--seed", type=int, default=0, help="what is watched and kept (0)")
     parser.add_argument("--canary", choices=sorted(FAULTS), default="", help="with this fault, which must be found")
     parser.add_argument("--folder", type=Path, help="on the file system to use (the temporary one)")

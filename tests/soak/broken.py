@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ranks.broken import break_gateway
 from xkv_store import card
 from xkv_store.card import Card
-from xkv_store.limbo import Ghost, Limbo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Callable, Iterable
 
     from xkv_store.layout import Extent
 
@@ -37,13 +36,14 @@ def _leak() -> None:
 
 def _grace() -> None:
     """Slots are free again as soon as their removal is committed, whatever the grace."""
-    real = Limbo.release
+    real = Card._to_limbo
 
-    def release(self: Limbo, now_ns: int, pinned: Container[int]) -> list[Ghost]:
-        return real(self, now_ns + 3_600_000_000_000, pinned)
+    def to_limbo(self: Card, *args: Any, **more: Any) -> Any:
+        self._grace_ns = 0
+        return real(self, *args, **more)
 
-    vars_of: Any = Limbo
-    vars_of.release = release
+    vars_of: Any = Card
+    vars_of._to_limbo = to_limbo
 
 
 def _cliff() -> None:

@@ -46,7 +46,8 @@ class Flood:
     def put(self, count: int) -> float:
         """Put until so many more are confirmed; how many that were a second."""
         began, confirmed = time.monotonic(), self.confirmed
-        self.run(lambda: self.confirmed + self._out < confirmed + count)
+        while self.confirmed < confirmed + count:  # again where some were shed
+            self.run(lambda: self.confirmed + self._out < confirmed + count)
         return (self.confirmed - confirmed) / (time.monotonic() - began)
 
     def run(self, goes_on: Callable[[], bool]) -> None:

@@ -114,15 +114,17 @@ class Run:
         rate = filler.put(window)  # the first is the warm-up
         flood.run(lambda: flood.put_slots < total)
         self._say(f"filled: {flood.confirmed} objects")
-        watch.full = True
         between = max(self._options.puts // WINDOWS - window, int(SETTLE_GRACES * self._grace_s * rate))
         confirmed, slots, statuses = flood.confirmed, flood.put_slots, flood.statuses.copy()
         cpu_s = [0.0, 0.0]
         for number in range(WINDOWS):
+            watch.active = True
             flood.put(between)
+            watch.active = False
             at = (_cpu_s(gateway.pid), _cpu_s(twin.pid))
             rates = (flood.put(window), filler.put(window))
-            cpu_s = [sum(pair) for pair in zip(cpu_s, (_cpu_s(gateway.pid) - at[0], _cpu_s(twin.pid) - at[1]), strict=True)]
+            cpu_s[0] += _cpu_s(gateway.pid) - at[0]
+            cpu_s[1] += _cpu_s(twin.pid) - at[1]
             outcome.rates.append(rates)
             self._say(f"window {number + 1}: {rates[0]:.0f} objects a second, {rates[1]:.0f} on a card that fills")
         outcome.puts = flood.confirmed - confirmed

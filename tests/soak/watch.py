@@ -58,8 +58,8 @@ class Watch:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._met: list[BaseException] = []
-        self.full = False
-        """Set once objects leave: before that there is nothing to see of it."""
+        self.active = False
+        """Whether leases are asked for: not while rates are taken, which is done on a card that nobody looks at, too."""
 
     def start(self, loader: Client, keeper: Client, objects: Objects, seed: int) -> None:
         """Begin; the two clients lease, each in an engine of its own."""
@@ -110,7 +110,9 @@ class Watch:
         due: list[Leaving] = []
         last = 0
         while not self._stop.wait(ROUND_S):
-            if not self.full:
+            if not self.active:
+                watched.clear()
+                due.clear()
                 continue
             now = time.monotonic()
             table = client.table
@@ -177,7 +179,8 @@ class Watch:
         while not self._stop.wait(PACE_S):
             end = self._flood.next_number
             number = draw.randrange(end) if end else 0
-            if client.table.lookup(object_key(number).tag) is not None and len(kept) < KEPT_MAX:
+            held = self.active and len(kept) < KEPT_MAX and client.table.lookup(object_key(number).tag) is not None
+            if held:
                 leased = self._lease(client, objects, number)
                 if leased.status is LoadStatus.OK:
                     self._outcome.leases += 1

@@ -27,11 +27,11 @@ def test_a_stream_that_ends_is_forgotten_little_by_little() -> None:
     pressure.advance(GRACE_NS)
     pressure.put(400)
     reserves = []
-    for period in range(2, 9):
+    for period in range(2, 42):
         pressure.advance(period * GRACE_NS)
         reserves.append(pressure.lacking_slots(free=0, on_their_way=0))
-    assert reserves == [600, 450, 338, 252, 189, 141, 105]
-    assert pressure.lacking_slots(free=0, on_their_way=0) == 105
+    assert reserves[:2] == [600, 581]
+    assert 150 < reserves[-1] < 200
     pressure.advance(1_000 * GRACE_NS)
     assert pressure.lacking_slots(free=0, on_their_way=0) == 100
 

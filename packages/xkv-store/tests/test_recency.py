@@ -5,7 +5,7 @@ import random
 import pytest
 
 from xkv_store.layout import AGAIN
-from xkv_store.recency import EDGES, GHOSTS_MIN, WAYS, Ages, Recency, best_weight, bucket
+from xkv_store.recency import EDGES, GHOSTS_MIN, TURN_PUTS_MIN, WAYS, Ages, Recency, best_weight, bucket
 from xkv_store.table import TableWriter
 
 
@@ -97,12 +97,13 @@ def test_counts_fade_so_that_another_load_finds_its_own_weight() -> None:
 
 def test_a_new_weight_once_in_a_turn() -> None:
     recency = make()
-    recency.adapt(1_000)
+    objects = 2 * TURN_PUTS_MIN
+    recency.adapt(objects)
     assert recency.weight == 1.0
     recency.weight = 3.0
-    recency.advance(900)
-    recency.adapt(1_000)
+    recency.advance(objects - 1)
+    recency.adapt(objects)
     assert recency.weight == 3.0
-    recency.advance(1_001)
-    recency.adapt(1_000)
+    recency.advance(objects)
+    recency.adapt(objects)
     assert recency.weight == 1.0, "nothing was counted"

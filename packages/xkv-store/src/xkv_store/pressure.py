@@ -7,7 +7,7 @@ not know which object leaves for it, nor where slots are.
 RESERVE_SHARE_MIN = 64  # free slots kept ahead: at least this part of the card…
 RESERVE_SHARE_MAX = 8  # …and at most this part, however fast puts come
 STREAM_MARGIN_SHARE = 2  # half more than a grace time's puts: commits and ticks take their time, and streams grow
-PEAK_FADES_SHARE = 4  # a stream that is weaker for a moment comes back: the reserve shrinks by a quarter a period
+PEAK_FADES_SHARE = 32  # stores come in bursts: after a pause, the next one finds its reserve, which shrinks slowly
 DEMAND_SHARE_MAX = 2  # nothing leaves for an object that is larger than this part (half) of the card
 
 _PERIOD_NS_MIN = 1_000_000

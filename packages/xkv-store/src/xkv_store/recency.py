@@ -32,7 +32,8 @@ _STEPS_PER_DOUBLING = 4
 _DOUBLINGS = 40
 _BUCKETS = _STEPS_PER_DOUBLING * _DOUBLINGS
 _FADE = 0.5  # of what was counted, at each new weight
-GAIN_MIN = 1.02  # a weight that promises less than this over LRU is noise
+GAIN_MIN = 1.05  # a weight that promises less than this over LRU is noise
+TURN_PUTS_MIN = 8_192  # a turn of a small card is too few requests to judge by
 # Never below 1: what was asked for again is what new objects stand behind in their prefixes, and has to outlive them.
 _WEIGHTS = 2.0 ** (np.arange(21) / 2)
 _HALVINGS = 40
@@ -117,7 +118,7 @@ class Recency:
 
     def adapt(self, objects: int) -> None:
         """Once in a turn of the card (as many puts as it holds objects): a new weight from what was counted."""
-        if self.now - self._adapted < max(1, objects):
+        if self.now - self._adapted < max(TURN_PUTS_MIN, objects):
             return
         span, self._adapted = self.now - self._adapted, self.now
         new, again = (ages.curves(span) for ages in self._ages)
