@@ -267,7 +267,7 @@ def ranks(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """A full card under a flood of puts, all of it judged: -- --puts N --capacity MIB --grace-ms N [--canary FAULT] [--json].
+    """A full card under a flood of puts: -- --puts N --capacity MIB --grace-ms N [--canary FAULT] [--json].
 
     Without arguments: a run of 100,000 puts, and short ones with each planted fault, which must be found.
     """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from eviction.run import main  # noqa: E402  its folder is on the path only now
+from eviction.run import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

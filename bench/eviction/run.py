@@ -82,7 +82,9 @@ def rows_of(trace: Trace, *, thresholds: Sequence[int], say: Callable[[str], Non
                     policy.close()
                 hits = round(hit_tokens / most, 4)
                 rows.append(Row(trace.name, capacity, share, name, threshold, hits, hit_tokens, written))
-        say(f"  {capacity} blocks: " + ", ".join(f"{row.policy} {row.hits}" for row in rows if row.capacity == capacity))
+        say(
+            f"  {capacity} blocks: " + ", ".join(f"{row.policy} {row.hits}" for row in rows if row.capacity == capacity)
+        )
     return rows
 
 

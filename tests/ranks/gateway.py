@@ -30,7 +30,7 @@ WORKING_SET: Final = ("--capacity", str(CAPACITY), "--slot-bytes", str(SLOT_BYTE
 
 
 class RunGateway:
-    """`xkv gateway run`, by `serve` and what it takes before the words: on a card for the working set, or as `words` say."""
+    """`xkv gateway run`, by `serve` and what it takes before the words; on a card as `words` say."""
 
     def __init__(
         self,

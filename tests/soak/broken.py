@@ -48,14 +48,14 @@ def _grace() -> None:
 
 def _cliff() -> None:
     """Places on a card that is nearly full are slow to find."""
-    real = card.place
+    vars_of: Any = card
+    real = vars_of.place
 
     def place(allocators: list[Any], *args: Any, **more: Any) -> Any:
         if sum(one.free for one in allocators) < sum(one.slots for one in allocators) // 4:
             time.sleep(SLOW_S)
         return real(allocators, *args, **more)
 
-    vars_of: Any = card
     vars_of.place = place
 
 

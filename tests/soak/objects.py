@@ -55,7 +55,7 @@ class Objects:
         """Whole fragments, a row each; each begins with the object's number."""
         begin = number % _STARTS * _STEP
         rows = self._noise[begin : begin + self.fragments(number) * self.fragment_bytes]
-        found = rows.reshape(-1, self.fragment_bytes).copy()
+        found: npt.NDArray[np.uint8] = rows.reshape(-1, self.fragment_bytes).copy()
         found[:, :_NUMBER_BYTES] = np.frombuffer(number.to_bytes(_NUMBER_BYTES, "little"), np.uint8)
         return found
 

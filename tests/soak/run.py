@@ -6,7 +6,6 @@ Owns: the order of the phases, and the processes and folders of a run. Must not 
 from __future__ import annotations
 
 import os
-import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final

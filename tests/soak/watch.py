@@ -59,7 +59,7 @@ class Watch:
         self._threads: list[threading.Thread] = []
         self._met: list[BaseException] = []
         self.active = False
-        """Whether leases are asked for: not while rates are taken, which is done on a card that nobody looks at, too."""
+        """Whether leases are asked for: not while rates are compared with those of a card that nobody looks at."""
 
     def start(self, loader: Client, keeper: Client, objects: Objects, seed: int) -> None:
         """Begin; the two clients lease, each in an engine of its own."""

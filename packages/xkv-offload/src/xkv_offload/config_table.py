@@ -279,8 +279,8 @@ KEYS: tuple[Key, ...] = (
         low=0,
         high=STORE_THRESHOLD_MAX,
         unit="requests",
-        text="Store a chunk once so many requests have asked for it, to spare the medium; 0 and 1: the first time. What "
-        "comes back for the first time is then no hit yet. Counted in each engine, about, in 4 MiB.",
+        text="Store a chunk once so many requests have asked for it, to spare the medium; 0 and 1: the first time. "
+        "What comes back for the first time is then no hit yet. Counted in each engine, about, in 4 MiB.",
     ),
 )
 

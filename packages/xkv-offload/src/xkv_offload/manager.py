@@ -190,8 +190,9 @@ class XkvManager:
         return answer
 
     def _held(self, key: bytes) -> bool:
-        """Whether all ranks' objects are confirmed and not denied. Asking is a use, also behind a chunk that is missing:
-        what was computed again would have hit.
+        """Whether all ranks' objects are confirmed and not denied.
+
+        Asking is a use, also behind a chunk that is missing: what was computed again would have hit.
         """
         lookup = self._card.table.lookup
         block_hash = key[:-4]

@@ -126,11 +126,13 @@ class Chooser:
     def _older(self, view: View) -> _Hand | None:
         """The hand that is at what should leave first."""
         new, again = self._hands
-        heads = (new.head(view), again.head(view))
-        if heads[0] is None or heads[1] is None:
-            return new if heads[0] is not None else again if heads[1] is not None else None
-        ages = [max(0, self._recency.now - _filed(order_key)) + 1 for order_key, _ in heads]
-        return new if ages[0] * self._recency.weight >= ages[1] else again
+        of_new, of_again = new.head(view), again.head(view)
+        if of_new is None or of_again is None:
+            return new if of_new is not None else again if of_again is not None else None
+        return new if self._age(of_new[0]) * self._recency.weight >= self._age(of_again[0]) else again
+
+    def _age(self, order_key: bytes) -> int:
+        return max(0, self._recency.now - _filed(order_key)) + 1
 
     def _consider(self, view: View, order_key: bytes, key: bytes) -> list[tuple[bytes, Record]] | None:
         try:

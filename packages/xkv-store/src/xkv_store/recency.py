@@ -58,7 +58,9 @@ class Recency:
         self.now = 0
         self.weight = 1.0
         self._stamps = stamps
-        self._buckets = max(GHOSTS_MIN, slots * GHOSTS_PER_SLOT) // WAYS | 1  # odd: tags that differ in any bit fall apart
+        self._buckets = (
+            max(GHOSTS_MIN, slots * GHOSTS_PER_SLOT) // WAYS | 1
+        )  # odd: tags that differ in any bit fall apart
         self._ghosts = memoryview(bytearray(4 * WAYS * self._buckets)).cast("I")
         self._unit = max(1, -(-slots * _GHOST_TURNS >> _AGE_BITS))
         self._ages = (Ages(), Ages())
