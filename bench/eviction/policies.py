@@ -124,8 +124,7 @@ class Ours:
                 self._order.remove(_place(record))
                 del self._records[one]
         self._generation += 1
-        self._recency.advance(self._generation)
-        family = self._recency.came(key.tag, self._family)
+        family = self._recency.came(key.tag, self._family, self._generation)
         record = Record(self._generation, 1, family, position, ())
         self._records[encoded] = record
         self._order.add(_place(record), encoded)

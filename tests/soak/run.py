@@ -6,6 +6,7 @@ Owns: the order of the phases, and the processes and folders of a run. Must not 
 from __future__ import annotations
 
 import os
+import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +18,7 @@ from soak import audit
 from soak.flood import Flood
 from soak.objects import MEAN_SLOTS, SLOTS_MAX, Objects
 from soak.outcome import Outcome
-from soak.watch import KEPT_MAX, Watch
+from soak.watch import Watch
 from xkv_store.client import Attachment, Client, Role
 from xkv_store.database import aligned
 from xkv_store.geometry import DATA_OFFSET, Geometry
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 RING_SLOTS: Final = 2_048  # for puts: some 250 objects on their way
-LEASED_SLOTS: Final = 2 * KEPT_MAX * SLOTS_MAX
+LEASED_SLOTS: Final = 4 * SLOTS_MAX  # leases that are kept fill them: what is let go too early is soon used again
 WRITE_BYTES: Final = 8 << 20
 WINDOWS: Final = 9  # on the full card and on one that fills, turn and turn about
 FILLED_PART: Final = 0.75  # of a card, up to which it counts as one that fills: then it begins to evict ahead
 SETTLE_GRACES: Final = 2  # put before a window of the full card, which has rested during the other's
+WATCH_S_MIN: Final = 1.5  # of each round, however few puts are wanted: leases take their time to be broken
 HZ: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -117,8 +119,9 @@ class Run:
         confirmed, slots, statuses = flood.confirmed, flood.put_slots, flood.statuses.copy()
         cpu_s = [0.0, 0.0]
         for number in range(WINDOWS):
-            watch.active = True
+            watch.active, until = True, time.monotonic() + WATCH_S_MIN
             flood.put(between)
+            flood.run(lambda until=until: time.monotonic() < until)
             watch.active = False
             at = (_cpu_s(gateway.pid), _cpu_s(twin.pid))
             rates = (flood.put(window), filler.put(window))

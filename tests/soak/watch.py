@@ -34,6 +34,7 @@ WAITS: Final = (0.0, 0.7)  # of the grace, from the last time that the lookup ta
 PACE_S: Final = 0.01  # between two leases that are kept
 KEPT_S_MAX: Final = 1.0
 KEPT_MAX: Final = 24  # leases at once
+GUESSES_MAX: Final = 16
 ANSWER_S_MAX: Final = 30.0
 
 
@@ -177,10 +178,9 @@ class Watch:
         """Any object of the card: leased, kept a while beside others, then compared."""
         kept: list[tuple[float, int, Leased]] = []
         while not self._stop.wait(PACE_S):
-            end = self._flood.next_number
-            number = draw.randrange(end) if end else 0
-            held = self.active and len(kept) < KEPT_MAX and client.table.lookup(object_key(number).tag) is not None
-            if held:
+            number = self._any_held(client, draw)
+            room = number is not None and client.lease_budget.free >= objects.fragments(number)
+            if number is not None and room and self.active and len(kept) < KEPT_MAX:
                 leased = self._lease(client, objects, number)
                 if leased.status is LoadStatus.OK:
                     self._outcome.leases += 1
@@ -193,3 +193,9 @@ class Watch:
                 self._give_back(client, objects, number, leased)
         for _, number, leased in kept:
             self._give_back(client, objects, number, leased)
+
+    def _any_held(self, client: Client, draw: random.Random) -> int | None:
+        """An object that the card has, of any age; None where a few guesses find none."""
+        table, end = client.table, self._flood.next_number
+        guesses = (draw.randrange(end) for _ in range(GUESSES_MAX if end else 0))
+        return next((number for number in guesses if table.lookup(object_key(number).tag) is not None), None)

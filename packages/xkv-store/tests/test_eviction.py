@@ -36,8 +36,7 @@ class FakeCard:
 
     def add(self, key: ObjectKey, family: int, position: int = 0) -> None:
         self.generation += 1
-        self.recency.advance(self.generation)
-        family = self.recency.came(key.tag, family)
+        family = self.recency.came(key.tag, family, self.generation)
         record = Record(self.generation, 1, family, position, ())
         self.records[key.encode()] = record
         self.order.append((place(record), key.encode()))

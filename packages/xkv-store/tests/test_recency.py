@@ -40,12 +40,12 @@ def test_asked_at_is_no_earlier_than_the_put_before_it() -> None:
 def test_a_ghost_is_known_until_others_have_taken_its_bucket() -> None:
     recency = make()
     recency.left(99, 1, again=False)
-    assert recency.came(99, 7) == AGAIN | 1
-    assert recency.came(98, 7) == 7
+    assert recency.came(99, 7, 1) == AGAIN | 1
+    assert recency.came(98, 7, 1) == 7
     buckets = GHOSTS_MIN // WAYS | 1
     for number in range(1, WAYS + 1):
         recency.left(99 + number * buckets, 1, again=False)
-    assert recency.came(99, 7) == 7
+    assert recency.came(99, 7, 1) == 7
 
 
 def test_few_ghosts_are_lost_within_half_of_what_can_be_remembered() -> None:
@@ -54,13 +54,13 @@ def test_few_ghosts_are_lost_within_half_of_what_can_be_remembered() -> None:
     tags = [draw.getrandbits(64) for _ in range(4_096)]
     for tag in tags:
         recency.left(tag, 1, again=False)
-    assert sum(recency.came(tag, 1) == 1 for tag in tags) < len(tags) // 50
+    assert sum(recency.came(tag, 1, 1) == 1 for tag in tags) < len(tags) // 50
     strangers = [draw.getrandbits(64) for _ in range(4_096)]
-    assert sum(recency.came(tag, 1) != 1 for tag in strangers) < len(strangers) // 50
+    assert sum(recency.came(tag, 1, 1) != 1 for tag in strangers) < len(strangers) // 50
 
 
 def test_a_family_of_an_engine_that_knows_no_time_is_not_taken_for_one_that_was_asked_again() -> None:
-    assert make().came(5, (1 << 64) - 1) == AGAIN - 1
+    assert make().came(5, (1 << 64) - 1, 1) == AGAIN - 1
 
 
 def ages(uses: dict[int, int], begun: int) -> Ages:

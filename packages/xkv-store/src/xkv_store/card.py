@@ -68,12 +68,10 @@ class Card:
         self._limbo = Limbo()
         self._allocators: list[SlotAllocator] = opened.loaded.allocators()
         self.slots_total = sum(allocator.slots for allocator in self._allocators)
-        capacity = max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
+        loaded, capacity = opened.loaded, max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
         self.table = TableWriter.create(capacity, self.uuid, self.boot_id)
-        loaded = opened.loaded
         self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
-        self._recency = Recency(self.slots_total, self.table)
-        self._recency.advance(opened.generation)
+        self._recency = Recency(self.slots_total, self.table, opened.generation)
         self._chooser = Chooser(self._recency)
         self._flying: dict[bytes, PutPlan] = {}
         self._flying_slots = 0
@@ -81,16 +79,14 @@ class Card:
         self._uncommitted: dict[int, PutPlan] = {}  # by generation: finished, waiting for the index
         self._pins: Counter[int] = Counter()  # readers, by generation
         self._generation, self._generation_ceiling = opened.generation, opened.generation_ceiling
-        self._ceiling_asked = False
-        self._next_database = 0
-        self._objects = len(opened.loaded.tags)
-        self._bytes = int(opened.loaded.lengths.sum())
+        self._ceiling_asked, self._next_database = False, 0
+        self._objects, self._bytes = len(loaded.tags), int(loaded.lengths.sum())
         self._used_slots = self.slots_total - self._free_slots()
         self._pressure = Pressure(self.slots_total, self._grace_ns)
         self._accounts = Accounts(
             options.quotas, slot_bytes=self.geometry.slot_bytes, grace_ns=self._grace_ns, recency=self._recency
         )
-        self._accounts.load(opened.loaded.namespaces)
+        self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
         self._commit_after_ns = 0
         self._counters: Counter[str] = Counter()
@@ -122,7 +118,7 @@ class Card:
         encoded = key.encode()
         if encoded in self._flying:
             return PutRefusal.BUSY
-        old = self._record(encoded) if self._may_hold(key, encoded) else None
+        old = self._record(encoded)
         if old is not None and not replace:
             self._recency.touch(key.tag)
             return PutRefusal.HELD
@@ -145,8 +141,7 @@ class Card:
             return PutRefusal.SHED
         self._next_database = (self._next_database + 1) % len(self._allocators)
         self._generation += 1
-        self._recency.advance(self._generation)
-        family = self._recency.came(key.tag, family)
+        family = self._recency.came(key.tag, family, self._generation)
         extents = tuple(Extent(database, first, slots) for database, (first, slots) in runs)
         plan = PutPlan(key, encoded, self._generation, length, family, position, fragments, extents)
         self._flying[encoded] = plan
@@ -246,8 +241,7 @@ class Card:
 
     def touch(self, tags: Iterable[int]) -> None:
         """These chunks were looked up and hit."""
-        for tag in tags:
-            self._recency.touch(tag)
+        self._recency.touch_all(tags)
 
     # --- time and commits: main thread --------------------------------------------------------------------
 
@@ -436,10 +430,6 @@ class Card:
         self._pins[record.generation] += 1
         fragments = self.geometry.fragments(record.length)
         return GetPlan(key, encoded, *record[:4], fragments, record.extents)
-
-    def _may_hold(self, key: ObjectKey, encoded: bytes) -> bool:
-        """Whether to look for a record at all: what is committed is in the lookup table, and that is quicker asked."""
-        return self._overlay.queued(encoded) or self.table.get(key.tag) is not None
 
     def _record(self, encoded: bytes) -> Record | None:
         """The present record of a key; an index that cannot be read makes a miss, counted."""

@@ -49,8 +49,10 @@ class Limbo:
         self.slots += ghost.slots
         if ghost.readable:
             self._readable[ghost.key] = ghost
-            if ghost.left_ns is not None:
+            if ghost.left_ns is not None and ghost.expires_ns > ghost.left_ns:
                 self._undated.append(ghost)
+            else:
+                ghost.left_ns = None  # without a grace there is none to begin later
 
     def find(self, key: bytes, now_ns: int) -> Record | None:
         """The object that this key had, while its grace lasts."""

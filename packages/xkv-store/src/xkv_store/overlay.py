@@ -72,10 +72,6 @@ class Overlay:
         """Whether nothing new should be admitted."""
         return len(self) >= CHANGES_QUEUED_MAX
 
-    def queued(self, key: bytes) -> bool:
-        """Whether a change of this object waits for its commit."""
-        return key in self._entries
-
     def record(self, key: bytes) -> Record | None:
         """The present record of an object. MediumError where the index cannot be read."""
         entry = self._entries.get(key)

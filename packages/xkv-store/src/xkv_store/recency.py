@@ -11,6 +11,7 @@ comes back in time; where it does not, what is new must make way, as in 2Q (John
 ARC. Hits as a function of age, and room as the integral of what is still waited for: Denning's working set, 1968.
 """
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
@@ -54,8 +55,8 @@ class Stamps(Protocol):
 class Recency:
     """Of one card. `weight`: how many times a new object's age counts beside that of one that was asked for again."""
 
-    def __init__(self, slots: int, stamps: Stamps) -> None:
-        self.now = 0
+    def __init__(self, slots: int, stamps: Stamps, generation: int = 0) -> None:
+        self.now = generation
         self.weight = 1.0
         self._stamps = stamps
         self._buckets = (
@@ -64,7 +65,7 @@ class Recency:
         self._ghosts = memoryview(bytearray(4 * WAYS * self._buckets)).cast("I")
         self._unit = max(1, -(-slots * _GHOST_TURNS >> _AGE_BITS))
         self._ages = (Ages(), Ages())
-        self._adapted = 0
+        self._adapted = generation
         self._families: dict[int, int] = {}  # when the first of them came again
 
     def advance(self, generation: int) -> None:
@@ -81,16 +82,22 @@ class Recency:
         self._ages[stamp != NEVER].used(age, ranks.bit_count())
         self._ages[1].begun(ranks.bit_count())
 
+    def touch_all(self, tags: Iterable[int]) -> None:
+        """These were."""
+        for tag in tags:
+            self.touch(tag)
+
     def asked_at(self, tag: int) -> int:
         """When the chunk was last asked for in this life of the card, as a generation; 0 for never."""
         stamp = self._stamps.asked(tag)
         return self.now + 1 - ((self.now + 1 - stamp) & STAMP_MASK) if stamp else 0
 
-    def came(self, tag: int, family: int) -> int:
-        """An object is put: the family that it is filed under, AGAIN where its chunk left not long ago.
+    def came(self, tag: int, family: int, generation: int) -> int:
+        """An object is put, with that generation: the family it is filed under, AGAIN where its chunk left lately.
 
         All that came again of one family has one place in time, so that later chunks leave before earlier ones.
         """
+        self.now = generation
         at, place = self._place_of(tag)
         known = place < WAYS
         self._ages[known].begun(1)
