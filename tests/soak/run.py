@@ -9,6 +9,7 @@ import os
 import time
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -121,7 +122,7 @@ class Run:
         for number in range(WINDOWS):
             watch.active, until = True, time.monotonic() + WATCH_S_MIN
             flood.put(between)
-            flood.run(lambda until=until: time.monotonic() < until)
+            flood.run(partial(_before, until))
             watch.active = False
             at = (_cpu_s(gateway.pid), _cpu_s(twin.pid))
             rates = (flood.put(window), filler.put(window))
@@ -152,6 +153,10 @@ class Run:
                 ring_use=RingUse.LEASED,
             )
         )
+
+
+def _before(until: float) -> bool:
+    return time.monotonic() < until
 
 
 def _cpu_s(pid: int) -> float:
