@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # nox may have been st
 sys.path.insert(1, str(Path(__file__).resolve().parent / "matrix"))
 
 from development import environments
-from development.environments import DOCUMENTS_ENV, MATRIX_ENV, Engine, dev, engine_env, of_target
+from development.environments import DOCUMENTS_ENV, MATRIX_ENV, Engine, dev, engine_env, of_target, policies
 from development.places import GATE, PACKAGES, RESULTS, ROOT, STATE, targets, there, title
 from development.results import Result, check, environ, must_be_there, pytest, ready, recorded, sources
 from xkv_matrix.outcomes import Outcome, read_outcome
@@ -265,6 +265,33 @@ def ranks(session: nox.Session) -> None:
             result.add({"passed" if done.returncode == 0 else "failed": 1})
 
 
+@nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """A full card under a flood of puts: -- --puts N --capacity MIB --grace-ms N [--canary FAULT] [--json].
+
+    Without arguments: a run of 100,000 puts, and short ones with each planted fault, which must be found.
+    """
+    faults = ("leak", "grace", "cliff", "lease")
+    short = ("--puts=4000", "--capacity=128", "--grace-ms=150", "--json")
+    runs: list[Sequence[str]] = [("--puts=100000",), *((*short, f"--canary={fault}") for fault in faults)]
+    if session.posargs:
+        runs = [session.posargs]
+    with recorded(session, "soak") as result:
+        result.arguments = list(session.posargs)
+        python = dev(session)
+        env = environ({"PYTHONPATH": str(ROOT / "tests")})
+        for run in runs:
+            done = subprocess.run([python, "-m", "soak", *run], env=env, cwd=ROOT, check=False)
+            result.add({"passed" if done.returncode == 0 else "failed": 1})
+
+
+@nox.session(default=False)
+def eviction(session: nox.Session) -> None:
+    """Replay block-hash traces through policies of a library and ours; figures, not tests: -- --traces DIR [--json]."""
+    with recorded(session, "eviction") as result:
+        check(session, result, policies(session), "bench/eviction", *session.posargs)
+
+
 @nox.session
 def bench(session: nox.Session) -> None:
     """Ratios to what the medium, memory and the release itself give, and times: -- [--json] [--quick]; no tests."""
@@ -446,7 +473,7 @@ def changelog(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Compile the hashed requirement files again (needs the network); `-- --upgrade` takes newer versions."""
     uv = environments.uv(session)
-    inputs = [ROOT / "requirements" / f"{name}.in" for name in ("tools", "run", "dev", "documents")]
+    inputs = [ROOT / "requirements" / f"{name}.in" for name in ("tools", "run", "dev", "documents", "policies")]
     for source in (*inputs, *sorted((ROOT / "matrix" / "requirements").glob("*.in"))):
         compiled = source.with_suffix(".txt")
         session.run(

@@ -39,6 +39,7 @@ __all__ = [
     "lock_env",
     "of_target",
     "over",
+    "policies",
     "uv",
 ]
 
@@ -187,6 +188,11 @@ def dev(session: nox.Session) -> str:
 def documents(session: nox.Session) -> str:
     """Give the python of the environment that builds the site and the changelog, with nothing of ours installed."""
     return environment(session, "documents", ROOT / "requirements" / "documents.txt", ours=())
+
+
+def policies(session: nox.Session) -> str:
+    """Give the python of the environment that has the policies of others to compare ours with."""
+    return environment(session, "policies", ROOT / "requirements" / "policies.txt")
 
 
 def of_target(session: nox.Session, target: Target) -> str:

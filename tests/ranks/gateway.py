@@ -19,22 +19,31 @@ from xkv_store import cli
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 READY_S_MAX: Final = 60.0
 END_S_MAX: Final = 30.0
 PORT: Final = 5557  # names the socket; nothing listens on the network
+CAPACITY: Final = (2 * OBJECTS * SLOTS_EACH + 64) * SLOT_BYTES  # the working set, and not much more
+WORKING_SET: Final = ("--capacity", str(CAPACITY), "--slot-bytes", str(SLOT_BYTES))
 
 
 class RunGateway:
-    """`xkv gateway run` on a card that holds the working set and not much more."""
+    """`xkv gateway run`, by `serve` and what it takes before the words; on a card as `words` say."""
 
-    def __init__(self, folder: Path, *, canary: bool) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        canary: bool = False,
+        serve: Sequence[str] = ("ranks.gateway",),
+        words: Sequence[str] = WORKING_SET,
+    ) -> None:
         self.socket = folder / "sockets" / f"{PORT}.sock"
-        capacity = (2 * OBJECTS * SLOTS_EACH + 64) * SLOT_BYTES
-        words = ["gateway", "run", "--json", "--card", str(folder / "card"), "--socket-dir", str(self.socket.parent)]
-        words += ["--port", str(PORT), "--capacity", str(capacity), "--slot-bytes", str(SLOT_BYTES)]
-        command = [sys.executable, "-m", "ranks.gateway", *(["--canary"] if canary else []), *words]
+        named = ["gateway", "run", "--json", "--card", str(folder / "card"), "--socket-dir", str(self.socket.parent)]
+        named += ["--port", str(PORT), *words]
+        command = [sys.executable, "-m", *serve, *(["--canary"] if canary else []), *named]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         with (folder / "gateway.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment)
@@ -43,6 +52,11 @@ class RunGateway:
         if not readable or "ready" not in json.loads(self._process.stdout.readline() or b"{}"):
             self.end()
             raise RuntimeError(f"the gateway is not ready: {(folder / 'gateway.log').read_text()[-2_000:]}")
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
 
     @property
     def alive(self) -> bool:

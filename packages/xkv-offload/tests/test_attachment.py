@@ -13,6 +13,7 @@ import pytest
 
 from xkv_compat.vllm_symbols import ConfigView
 from xkv_offload import attachment as attachment_module
+from xkv_offload.asked_card import NO_DENIALS
 from xkv_offload.attachment import (
     SchedulerCard,
     attach_rank,
@@ -23,7 +24,6 @@ from xkv_offload.attachment import (
     rank_region,
 )
 from xkv_offload.config import Config, parse
-from xkv_offload.manager import NO_DENIALS
 from xkv_store.client import Client
 from xkv_store.errors import UserError
 from xkv_store.ring import RingUse

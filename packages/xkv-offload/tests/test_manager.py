@@ -285,6 +285,33 @@ def test_groups_without_bytes_are_never_stored() -> None:
     assert stored(make(FakeCard(), group_bytes={0: 0, 1: 50}), [key(1), key(1, group=1)]) == [key(1, group=1)]
 
 
+def test_a_chunk_is_stored_once_enough_requests_have_asked_for_it() -> None:
+    manager = make(FakeCard(), store_threshold=3)
+    assert stored(manager, [key(1)], "a") == []
+    assert stored(manager, [key(1), key(2)], "b") == []
+    assert stored(manager, [key(1), key(2)], "c") == [key(1)]
+    assert stored(manager, [key(1), key(2)], "d") == [key(2)], "the first is pending, and not counted any more"
+    stats: Any = manager.get_stats()
+    assert stats.counted["vllm:xkv_rare_keys"] == 4
+
+
+@pytest.mark.parametrize("threshold", [0, 1])
+def test_without_a_threshold_the_first_request_stores(threshold: int) -> None:
+    manager = make(FakeCard(), store_threshold=threshold)
+    assert stored(manager, [key(1)]) == [key(1)]
+    assert manager._asked is None, "and nothing is counted"
+
+
+def test_what_is_computed_again_behind_a_missing_chunk_counts_as_asked_for() -> None:
+    card = FakeCard()
+    manager = make(card)
+    card.confirm([key(2)])
+    assert manager.lookup(key(1), request()) == "MISS"
+    assert stored(manager, [key(1), key(2)]) == [key(1)]
+    manager.on_schedule_end(None)
+    assert len(card.touched) == 1
+
+
 def test_recency_goes_out_once_a_step() -> None:
     card = FakeCard()
     manager = make(card)

@@ -1,40 +1,57 @@
-"""SIEVE: the unvisited oldest leaves, the visited gets one more lap, whole chunks only, bounded work."""
+"""Who leaves first: the longest unasked, what is new before what was asked for again, whole chunks, bounded work."""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from xkv_store.eviction import SPARED_MAX, Budget, Marks, Sieve
+from xkv_store.eviction import PASS_ENTRIES_MAX, Budget, Chooser
 from xkv_store.key import ObjectKey
-from xkv_store.layout import Record, pack_order_key
+from xkv_store.layout import AGAIN, Record, pack_order_key
+from xkv_store.recency import Recency
+from xkv_store.table import TableWriter
 
 
 def key_of(number: int, rank: int = 0) -> ObjectKey:
     return ObjectKey(bytes(16), 0, (number * 0x9E3779B97F4A7C15 % (1 << 64)).to_bytes(8, "little") * 2, rank)
 
 
+def place(record: Record) -> bytes:
+    return pack_order_key(record.family, record.position, record.generation)
+
+
 @dataclass
 class FakeCard:
-    """Objects by key; the order is made from them."""
+    """Objects by key; the order is made from them, at once or (`commits` False) never."""
 
     records: dict[bytes, Record] = field(default_factory=dict)
     order: list[tuple[bytes, bytes]] = field(default_factory=list)
     held_chunks: set[bytes] = field(default_factory=set)
     looks: int = 0
+    commits: bool = True
+
+    def __post_init__(self) -> None:
+        self.table = TableWriter.create(4_096, bytes(16), bytes(16))
+        self.recency = Recency(1_024, self.table)
+        self.chooser = Chooser(self.recency)
+        self.generation = 0
 
     def add(self, key: ObjectKey, family: int, position: int = 0) -> None:
-        generation = len(self.order) + 1
-        self.records[key.encode()] = Record(generation, 1, family, position, ())
-        self.order.append((pack_order_key(family, position, generation), key.encode()))
+        self.generation += 1
+        family = self.recency.came(key.tag, family, self.generation)
+        record = Record(self.generation, 1, family, position, ())
+        self.records[key.encode()] = record
+        self.order.append((place(record), key.encode()))
         self.order.sort()
+        self.table.put(key.tag, self.generation, key.bit, 1)
+        self.recency.confirmed(key.tag, family)
+
+    def ask(self, *numbers: int) -> None:
+        for number in numbers:
+            self.recency.touch(key_of(number).tag)
 
     def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         self.looks += 1
         at = bisect_left(self.order, (order_key, b""))
         return self.order[at : at + limit]
-
-    def generation_of(self, key: bytes) -> int | None:
-        record = self.records.get(key)
-        return record.generation if record is not None else None
 
     def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
         return sorted((key, record) for key, record in self.records.items() if key[:-2] == chunk_key)
@@ -42,116 +59,167 @@ class FakeCard:
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
         return chunk_key in self.held_chunks and bool(chunk)
 
-    def evict(self, sieve: Sieve, steps: int = 1_000) -> list[ObjectKey] | None:
-        chunk = sieve.next_chunk(self, Budget(steps))
+    def refile(self, key: bytes, record: Record) -> None:
+        former = self.records[key]
+        self.records[key] = record
+        if self.commits:
+            self.order.remove((place(former), key))
+            self.order.append((place(record), key))
+            self.order.sort()
+
+    def evict(self, steps: int = 1_000, chooser: Chooser | None = None) -> list[ObjectKey] | None:
+        chunk = (chooser or self.chooser).next_chunk(self, Budget(steps))
         if chunk is None:
             return None
-        for key, _ in chunk:
+        for key, record in chunk:
             del self.records[key]
+            decoded = ObjectKey.decode(key)
+            self.table.remove_rank(decoded.tag, decoded.bit)
+            if self.commits:
+                self.order.remove((place(record), key))
         return [ObjectKey.decode(key) for key, _ in chunk]
 
 
 def test_families_in_order_and_in_a_family_the_latest_chunk_first() -> None:
-    card, sieve = FakeCard(), Sieve(100)
-    for family, position in ((2, 0), (1, 0), (1, 1), (1, 2)):
+    card = FakeCard()
+    for family, position in ((1, 0), (1, 1), (1, 2), (2, 0)):
         card.add(key_of(10 * family + position), family, position)
-    gone = [card.evict(sieve) for _ in range(5)]
+    gone = [card.evict() for _ in range(5)]
     assert gone == [[key_of(12)], [key_of(11)], [key_of(10)], [key_of(20)], None]
 
 
-def test_the_visited_is_spared_once() -> None:
-    card, sieve = FakeCard(), Sieve(100)
+def test_the_order_is_that_of_the_last_use_and_not_only_whether_there_was_one() -> None:
+    """With a mark that says no more, all would have been spared once, and 0 would have left first."""
+    card = FakeCard()
     for number in range(4):
         card.add(key_of(number), number)
-    sieve.marks.set_all([key_of(0).tag, key_of(2).tag])
-    assert [card.evict(sieve) for _ in range(4)] == [[key_of(1)], [key_of(3)], [key_of(0)], [key_of(2)]]
+    for family, number in enumerate((3, 1, 0, 2), 10):
+        card.ask(number)
+        card.add(key_of(100 + number), family)
+    assert [card.evict() for _ in range(8)] == [[key_of(n)] for n in (103, 3, 101, 1, 100, 0, 102, 2)]
 
 
-def test_a_scan_does_not_drive_out_what_is_used() -> None:
-    """With LRU, a hundred chunks that are used once would have driven out the two in use."""
-    card, sieve = FakeCard(), Sieve(400)
-    used = [key_of(number) for number in (1, 2)]
-    for number, key in enumerate(used):
-        card.add(key, number)
+def test_what_was_asked_for_together_leaves_from_its_end() -> None:
+    card = FakeCard()
+    for position in range(3):
+        card.add(key_of(position), 1, position)
+    card.ask(0, 1, 2)
+    assert [card.evict() for _ in range(3)] == [[key_of(2)], [key_of(1)], [key_of(0)]]
+
+
+def test_a_scan_does_not_drive_out_what_is_used_where_new_ones_count_more() -> None:
+    """With LRU, a hundred chunks that are used once would have driven out the two that were used an hour ago."""
+    card = FakeCard()
+    for number in (1, 2):
+        card.add(key_of(number), number)
+    card.ask(1, 2)
+    card.recency.weight = 200.0
     for number in range(100, 200):
         card.add(key_of(number), number)
-        sieve.marks.set_all([key.tag for key in used])
         if number >= 104:
-            card.evict(sieve)
-    assert all(key.encode() in card.records for key in used)
+            card.evict()
+    assert all(key_of(number).encode() in card.records for number in (1, 2))
+    card.recency.weight = 1.0
+    assert [card.evict(), card.evict()] == [[key_of(1)], [key_of(2)]]
 
 
-def test_all_ranks_leave_together_and_are_spared_together() -> None:
-    card, sieve = FakeCard(), Sieve(100)
+def test_what_comes_back_is_filed_with_what_was_asked_for_again_all_of_a_family_at_one_time() -> None:
+    card = FakeCard()
+    for position in range(3):
+        card.add(key_of(position), 1, position)
+    while card.evict():
+        pass
+    for position in range(3):
+        card.add(key_of(position), 2, position)
+    assert {record.family for record in card.records.values()} == {AGAIN | 4}
+    assert [card.evict() for _ in range(3)] == [[key_of(2)], [key_of(1)], [key_of(0)]]
+
+
+def test_all_ranks_leave_together_and_are_filed_together() -> None:
+    card = FakeCard()
     for number in (1, 2):
         for rank in (0, 1, 64):
             card.add(key_of(number, rank), number)
-    sieve.marks.set(key_of(1, 64).tag)  # the page of one rank alone was touched
-    assert card.evict(sieve) == [key_of(2, 0), key_of(2, 1), key_of(2, 64)]
-    assert card.evict(sieve) == [key_of(1, 0), key_of(1, 1), key_of(1, 64)]
+    card.recency.touch(key_of(1, 64).tag)  # the page of one rank alone was asked for
+    assert card.evict() == [key_of(2, 0), key_of(2, 1), key_of(2, 64)]
+    assert len({record.family for record in card.records.values()}) == 1
+    assert card.evict() == [key_of(1, 0), key_of(1, 1), key_of(1, 64)]
 
 
-def test_groups_at_one_place_do_not_undo_each_others_sparing() -> None:
-    """Ranks of several groups' chunks of one position alternate in the order."""
-    card, sieve = FakeCard(), Sieve(100)
-    for rank in (0, 1):
-        for number in (1, 2):
-            card.add(key_of(number, rank), 5, 7)
-    card.add(key_of(9), 6)
-    sieve.marks.set_all([key_of(1).tag, key_of(2).tag])
-    assert card.evict(sieve) == [key_of(9)]
-
-
-def test_what_was_spared_leaves_in_the_next_pass_also_where_all_stand_at_one_place() -> None:
-    """Objects without a family of their own filled a card for ever once each had been read."""
-    card, sieve = FakeCard(), Sieve(100)
+def test_one_that_is_filed_anew_before_its_commit_is_not_taken_at_its_old_place() -> None:
+    card = FakeCard(commits=False)
     for number in range(3):
-        card.add(key_of(number), 0)
-        sieve.marks.set(key_of(number).tag)
-    assert card.evict(sieve) == [key_of(0)]
-    assert card.evict(sieve) == [key_of(1)]
+        card.add(key_of(number), number)
+    card.ask(0)
+    assert card.evict() == [key_of(1)]
+    assert card.evict() == [key_of(2)]
+    assert card.evict() is None, "its new place is not in the order yet"
 
 
 def test_the_held_stays() -> None:
-    card, sieve = FakeCard(), Sieve(100)
+    card = FakeCard()
     for number in range(3):
         card.add(key_of(number), number)
     card.held_chunks = {key_of(0).chunk_key, key_of(1).chunk_key}
-    assert card.evict(sieve) == [key_of(2)]
-    assert card.evict(sieve, steps=50) is None
+    assert card.evict() == [key_of(2)]
+    assert card.evict(steps=50) is None
     card.held_chunks = set()
-    assert card.evict(sieve) == [key_of(0)]
+    assert card.evict() == [key_of(0)]
+
+
+def test_one_that_was_held_leaves_soon_also_where_others_come_all_the_time() -> None:
+    card = FakeCard()
+    card.add(key_of(0), 0)
+    card.held_chunks = {key_of(0).chunk_key}
+    card.add(key_of(1), 1)
+    assert card.evict() == [key_of(1)]
+    card.held_chunks = set()
+    for number in range(2, PASS_ENTRIES_MAX + 70):
+        card.add(key_of(number), number)
+        if card.evict() == [key_of(0)]:
+            return
+    raise AssertionError("the hand never began anew")
 
 
 def test_work_is_bounded_by_the_budget() -> None:
-    card, sieve = FakeCard(), Sieve(1_000)
+    card = FakeCard()
     for number in range(500):
         card.add(key_of(number), number)
-        sieve.marks.set(key_of(number).tag)
+    card.ask(*range(500))
     budget = Budget(100)
-    assert sieve.next_chunk(card, budget) is None
+    assert card.chooser.next_chunk(card, budget) is None
     assert budget.left == 0
-    assert sieve.next_chunk(card, Budget(1_000)) is not None  # goes on where it was
+    assert card.chooser.next_chunk(card, Budget(1_000)) is not None  # goes on where it was
 
 
 def test_a_place_that_an_object_no_longer_has_is_passed_over() -> None:
     """The order is of the last commit: the replaced object's old place is still in it."""
-    card, sieve = FakeCard(), Sieve(100)
+    card = FakeCard()
     card.add(key_of(1), 1)
     card.add(key_of(2), 2)
     card.add(key_of(1), 3)
-    assert card.evict(sieve) == [key_of(2)]
-    assert card.evict(sieve) == [key_of(1)]
+    card.commits = False
+    assert card.evict() == [key_of(2)]
+    assert card.evict() == [key_of(1)]
+
+
+def test_one_namespace_alone() -> None:
+    card = FakeCard()
+    for number in range(4):
+        card.add(key_of(number), number)
+    own = Chooser(card.recency, only=key_of(2).encode())
+    assert card.evict(chooser=own) == [key_of(2)]
+    assert card.evict(steps=50, chooser=own) is None
 
 
 def test_an_empty_order_ends_at_once() -> None:
-    card, sieve = FakeCard(), Sieve(10)
-    assert sieve.next_chunk(card, Budget(1_000)) is None
-    assert card.looks <= 3
+    card = FakeCard()
+    assert card.evict() is None
+    assert card.looks <= 6
 
 
 def test_damaged_entries_of_the_order_are_passed_over() -> None:
-    card, sieve = FakeCard(), Sieve(10)
+    card = FakeCard(commits=False)
     card.add(key_of(1), 1)
     card.order += [
         (b"\0short", key_of(2).encode()),
@@ -159,21 +227,4 @@ def test_damaged_entries_of_the_order_are_passed_over() -> None:
         (pack_order_key(0, 0, 2), key_of(3).encode()),
     ]
     card.order.sort()
-    assert card.evict(sieve) == [key_of(1)]
-
-
-def test_marks_are_cleared_by_looking() -> None:
-    marks = Marks(10)
-    marks.set(5)
-    assert marks.clear(5)
-    assert not marks.clear(5)
-    assert not marks.clear(6)
-
-
-def test_what_is_remembered_at_one_place_is_bounded() -> None:
-    sieve = Sieve(10)
-    card = FakeCard()
-    card.add(key_of(1), 0)
-    sieve._spared = {number.to_bytes(4, "big") for number in range(SPARED_MAX)}
-    assert card.evict(sieve) == [key_of(1)]
-    assert not sieve._spared
+    assert card.evict() == [key_of(1)]

@@ -154,7 +154,8 @@ table_headers = st.builds(
     st.just(BOOT),
     words,
 )
-entries = st.lists(st.tuples(words, words, words, st.integers(0, 2**32 - 1)), min_size=1, max_size=8)
+halves = st.integers(0, 2**32 - 1)
+entries = st.lists(st.tuples(words, words, words, halves, halves), min_size=1, max_size=8)
 table_sizes = st.sampled_from([CAPACITY, CAPACITY, CAPACITY + 2, 0, 1]).map(lambda n: TABLE_ENTRIES_OFFSET + n * 32)
 
 

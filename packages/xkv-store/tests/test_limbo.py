@@ -64,3 +64,18 @@ def test_the_condemned_is_unreadable_and_needs_no_grace() -> None:
     assert limbo.find(b"key", 0) is None
     assert released(limbo, 0) == [1]
     assert limbo.slots == 0
+
+
+def test_a_grace_begins_with_a_clock_that_was_read_after_the_object_left() -> None:
+    """The gateway reads its clock once a round, and evicts later in it: that time was missing at the end."""
+    limbo = Limbo()
+    one = ghost(1)
+    one.left_ns = 0
+    limbo.add(one)
+    assert released(limbo, 0) == []
+    assert limbo.find(b"key", 150) is not None
+    assert released(limbo, 70) == []
+    assert limbo.find(b"key", 169) is not None
+    assert limbo.find(b"key", 170) is None
+    assert released(limbo, 169) == []
+    assert released(limbo, 170) == [1]

@@ -25,8 +25,8 @@ from xkv_store.sockets import default_socket_dir, socket_for_card, socket_for_po
 from xkv_store.table import TableReader
 from xkv_store.wire import LoadedObject, LoadStatus, Role
 
+from .asked_card import NO_DENIALS
 from .config import Config
-from .manager import NO_DENIALS
 from .meter import Meter, Totals
 from .metrics import WORKER_COUNTERS
 from .staging import Chunk, ReadDone
@@ -187,7 +187,7 @@ def attachment(
 
 
 class SchedulerCard:
-    """The manager's attachment: `manager.Card` over a client."""
+    """The manager's attachment: `asked_card.Card` over a client."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -205,22 +205,22 @@ class SchedulerCard:
         return self._client.table
 
     def denials(self) -> tuple[Sequence[tuple[int, int]], Mapping[int, int]]:
-        """See manager.Card."""
+        """See asked_card.Card."""
         found = self._reader.poll()
         if found is NOTHING_DENIED:
             return NO_DENIALS
         return found.pairs, {0: self._client.table.highest_generation} if found.overflow else {}
 
     def store_bytes(self) -> int:
-        """See manager.Card."""
+        """See asked_card.Card."""
         return self._client.control.store_bytes()
 
     def worker_counts(self) -> Sequence[int]:
-        """See manager.Card."""
+        """See asked_card.Card."""
         return self._counts.poll()
 
     def fragments(self, tag: int) -> int:
-        """See manager.Card."""
+        """See asked_card.Card."""
         return self._client.table.fragments(tag)
 
     def loaded(self) -> Sequence[Totals]:

@@ -55,6 +55,7 @@ class Config:
     weights_fingerprint: str
     restore_policy: str
     trust_lora_names: bool
+    store_threshold: int
 
 
 def parse(extra_config: Mapping[str, object]) -> Config:

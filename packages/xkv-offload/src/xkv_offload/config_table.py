@@ -13,6 +13,7 @@ Scope = Literal["all", "port", "path"]
 GIB = 1 << 30
 MIB = 1 << 20
 PORT_MAX = 65_535
+STORE_THRESHOLD_MAX = 64  # counts fade: a larger one would rarely be reached
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,6 +279,16 @@ KEYS: tuple[Key, ...] = (
         default=False,
         text="With LoRA: adapters of equal names are equal. Otherwise an engine with LoRA shares nothing with "
         "other launches.",
+    ),
+    Key(
+        name="xkv.store_threshold",
+        kind="int",
+        default=0,
+        low=0,
+        high=STORE_THRESHOLD_MAX,
+        unit="requests",
+        text="Store a chunk once so many requests have asked for it, to spare the medium; 0 and 1: the first time. "
+        "What comes back for the first time is then no hit yet. Counted in each engine, about, in 4 MiB.",
     ),
 )
 

@@ -12,15 +12,16 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from xkv_store.key import chunk_tag
 
 from .announcements import Announcements
+from .asked import AskCounts
+from .asked_card import NO_DENIALS, Card
 from .entries import Entry, entries, gateway_of
 from .identity import after_reset
 from .measuring import JobTimes, LookupTimes
-from .meter import Totals
 from .metrics import Increments
 from .restore_policy import RestorePolicy
 from .staging import Answer, Staging
@@ -37,53 +38,6 @@ SHED_LOG_SECONDS = 60.0
 
 _R = TypeVar("_R")
 _clock = time.perf_counter  # twice for each lookup
-
-
-class Table(Protocol):
-    """The part of the lookup table that is used here."""
-
-    @property
-    def lookup(self) -> Callable[[int], tuple[int, int] | None]:
-        """Tag to (generation, ranks bitmap), or None."""
-
-
-NO_DENIALS: Final[tuple[Sequence[tuple[int, int]], Mapping[int, int]]] = ((), {})
-"""What `Card.denials` gives, this very object, where there is nothing new."""
-
-
-class Card(Protocol):
-    """What the manager asks of its attachment to the gateway, or to one for each rank.
-
-    See `attachment.SchedulerCard` and `port_per_rank.CardPerRank`. Tags are those of `entries`.
-    """
-
-    @property
-    def table(self) -> Table:
-        """The gateway's current lookup table."""
-
-    def alive(self) -> bool:
-        """Connected, with a fresh heartbeat, and all ranks are, too; of several gateways, all."""
-
-    def touch(self, tags: Sequence[int]) -> None:
-        """Tell recency, one-way."""
-
-    def denials(self) -> tuple[Sequence[tuple[int, int]], Mapping[int, int]]:
-        """New denials (tag, generation); and by gateway where some were lost: nothing is believed up to there."""
-
-    def store_bytes(self) -> int:
-        """Bytes of the ring that are on their way to the card, on the rank that has most."""
-
-    def worker_counts(self) -> Sequence[int]:
-        """What all ranks have counted since the last call, in the order of `metrics.WORKER_COUNTERS`."""
-
-    def fragments(self, tag: int) -> int:
-        """Fragments of the largest object of which this tag's entry speaks."""
-
-    def loaded(self) -> Sequence[Totals]:
-        """What each rank has loaded, and in how much time."""
-
-    def close(self) -> None:
-        """Detach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +62,7 @@ class ManagerOptions:
     `group_bytes`: by vLLM's group number, bytes of the ring that a whole chunk takes on one rank, in whole slots
     (0: the group is never stored).
     `store_backlog_bytes`: per rank. `loads`, `stores`: by vLLM's kv_role. `gateways`: one, or one for each rank.
+    `store_threshold`: a chunk is stored once so many requests have asked for it; 0 and 1 are the first time.
     """
 
     namespace: bytes
@@ -117,6 +72,7 @@ class ManagerOptions:
     loads: bool
     stores: bool
     gateways: int = 1
+    store_threshold: int = 0
 
 
 @dataclass(slots=True)
@@ -170,6 +126,7 @@ class XkvManager:
         self._live: set[str] = set()  # vLLM's requests, no more than it holds itself
         self._stale: set[str] = set()
         self._shed_logged = -SHED_LOG_SECONDS
+        self._asked = AskCounts() if options.store_threshold > 1 else None
 
     # -- lookups ---------------------------------------------------------------------------------------------
 
@@ -349,8 +306,11 @@ class XkvManager:
             position = request.next_position
             request.next_position += 1
             size = self._options.group_bytes.get(int.from_bytes(key[-4:], "big"), 0)
-            if size == 0 or self._is_pending(key, now) or self._held(key, touch=False):
+            if size == 0 or self._is_pending(key, now) or self._held(key, touch=True):
                 self._counts.add("held_keys")
+                continue
+            if self._asked is not None and self._asked.ask(key) < self._options.store_threshold:
+                self._counts.add("rare_keys")
                 continue
             if backlog + size > self._options.store_backlog_bytes:
                 self._shed(request, len(keys) - number)

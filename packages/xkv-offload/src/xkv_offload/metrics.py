@@ -48,6 +48,7 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "restore_probes": ("Requests restored to see how fast that is, while hits are declined", "manager"),
     "lookup_no_gateway": ("Lookups while the gateway was not there", "manager"),
     "store_keys": ("Chunks given to the workers to be stored", "manager"),
+    "rare_keys": ("Chunks not stored because too few requests have asked for them", "manager"),
     "held_keys": ("Chunks not stored because the card holds them, or is about to", "manager"),
     "shed_keys": ("Chunks not stored because of the backlog", "manager"),
     "resets": ("Cache resets", "manager"),

@@ -10,9 +10,9 @@ from contextlib import ExitStack
 
 from xkv_store.client import Client
 
+from .asked_card import Card
 from .attachment import SchedulerCard, StagedReads
 from .entries import on_gateway, split
-from .manager import Card
 from .meter import Totals
 from .staging import Chunk, ReadDone, Reads
 
@@ -42,21 +42,21 @@ class TablePerRank:
 
 
 class CardPerRank:
-    """`manager.Card` over the gateways of all ranks, by rank. One that is down makes all of them be down."""
+    """`asked_card.Card` over the gateways of all ranks, by rank. One that is down makes all of them be down."""
 
     def __init__(self, cards: Sequence[Card]) -> None:
         self._cards = tuple(cards)
         self.table = TablePerRank(self._cards)
 
     def alive(self) -> bool:
-        """See manager.Card: a chunk is of use only with every rank's object."""
+        """See asked_card.Card: a chunk is of use only with every rank's object."""
         for card in self._cards:  # noqa: SIM110  called at each lookup, and a generator would double its time
             if not card.alive():
                 return False
         return True
 
     def touch(self, tags: Sequence[int]) -> None:
-        """See manager.Card."""
+        """See asked_card.Card."""
         found: list[list[int]] = [[] for _ in self._cards]
         for tag in tags:
             gateway, own = split(tag)
@@ -66,7 +66,7 @@ class CardPerRank:
                 card.touch(part)
 
     def denials(self) -> tuple[Sequence[tuple[int, int]], Mapping[int, int]]:
-        """See manager.Card. Each gateway counts generations of its own."""
+        """See asked_card.Card. Each gateway counts generations of its own."""
         pairs: list[tuple[int, int]] = []
         lost: dict[int, int] = {}
         for gateway, card in enumerate(self._cards):
@@ -78,20 +78,20 @@ class CardPerRank:
         return pairs, lost
 
     def store_bytes(self) -> int:
-        """See manager.Card."""
+        """See asked_card.Card."""
         return max(card.store_bytes() for card in self._cards)
 
     def worker_counts(self) -> Sequence[int]:
-        """See manager.Card."""
+        """See asked_card.Card."""
         return [sum(counts) for counts in zip(*(card.worker_counts() for card in self._cards), strict=True)]
 
     def fragments(self, tag: int) -> int:
-        """See manager.Card."""
+        """See asked_card.Card."""
         gateway, own = split(tag)
         return self._cards[gateway].fragments(own)
 
     def loaded(self) -> Sequence[Totals]:
-        """See manager.Card."""
+        """See asked_card.Card."""
         return [totals for card in self._cards for totals in card.loaded()]
 
     def close(self) -> None:

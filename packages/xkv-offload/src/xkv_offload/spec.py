@@ -30,6 +30,7 @@ from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.ring import staged_slots
 
 from . import description, failures, identity, steps, sync_loads
+from .asked_card import Card
 from .attachment import (
     attach_rank,
     attach_scheduler,
@@ -42,7 +43,7 @@ from .attachment import (
 )
 from .config import parse
 from .copy import make_mover
-from .manager import Card, ManagerOptions, Words, XkvManager
+from .manager import ManagerOptions, Words, XkvManager
 from .metrics import Makers, definitions
 from .port_per_rank import card_of, reads_of
 from .rank import RankContext
@@ -140,6 +141,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 loads=engine["kv_role"] != "kv_producer",
                 stores=engine["kv_role"] != "kv_consumer",
                 gateways=len(clients),
+                store_threshold=config.store_threshold,
             ),
             staging=self._staging(reads, slots=slots, ranks=ranks) if reads is not None else None,
             policy=self._policy(engine, card, reads, ranks) if config.restore_policy == "when_faster" else None,

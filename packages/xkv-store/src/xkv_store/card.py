@@ -20,7 +20,7 @@ from .card_options import CardOptions
 from .contents import Contents
 from .departures import Reason
 from .errors import MediumError
-from .eviction import Budget, Sieve
+from .eviction import Budget, Chooser
 from .extents import Run, SlotAllocator, place
 from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES, Geometry
 from .index import RemoveObject, SetObject
@@ -32,6 +32,7 @@ from .overlay import CommitBatch, Overlay, Present
 from .plans import GetPlan, PutPlan, PutRefusal
 from .pressure import Pressure
 from .quotas import STEPS_MIN, Account, Accounts
+from .recency import Recency
 from .table import CAPACITY_MIN, TableWriter
 from .testing.points import reached
 
@@ -68,32 +69,30 @@ class Card:
         self._limbo = Limbo()
         self._allocators: list[SlotAllocator] = opened.loaded.allocators()
         self.slots_total = sum(allocator.slots for allocator in self._allocators)
-        self._sieve = Sieve(self.slots_total)
+        loaded, capacity = opened.loaded, max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
+        self.table = TableWriter.create(capacity, self.uuid, self.boot_id)
+        self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
+        self._recency = Recency(self.slots_total, self.table, opened.generation)
+        self._chooser = Chooser(self._recency)
         self._flying: dict[bytes, PutPlan] = {}
         self._flying_slots = 0
         self._busy_chunks: Counter[bytes] = Counter()  # chunks with an object in flight or not yet committed
         self._uncommitted: dict[int, PutPlan] = {}  # by generation: finished, waiting for the index
         self._pins: Counter[int] = Counter()  # readers, by generation
         self._generation, self._generation_ceiling = opened.generation, opened.generation_ceiling
-        self._ceiling_asked = False
-        self._next_database = 0
-        self._objects = len(opened.loaded.tags)
-        self._bytes = int(opened.loaded.lengths.sum())
+        self._ceiling_asked, self._next_database = False, 0
+        self._objects, self._bytes = len(loaded.tags), int(loaded.lengths.sum())
         self._used_slots = self.slots_total - self._free_slots()
         self._pressure = Pressure(self.slots_total, self._grace_ns)
         self._accounts = Accounts(
-            options.quotas, slot_bytes=self.geometry.slot_bytes, grace_ns=self._grace_ns, marks=self._sieve.marks
+            options.quotas, slot_bytes=self.geometry.slot_bytes, grace_ns=self._grace_ns, recency=self._recency
         )
-        self._accounts.load(opened.loaded.namespaces)
+        self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
         self._commit_after_ns = 0
         self.departures = opened.departures
         self._counters: Counter[str] = Counter()
         self._logged_ns = -LOG_INTERVAL_NS
-        capacity = max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
-        self.table = TableWriter.create(capacity, self.uuid, self.boot_id)
-        loaded = opened.loaded
-        self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
 
     @classmethod
     def open(cls, options: CardOptions) -> "Card":
@@ -126,7 +125,7 @@ class Card:
             return PutRefusal.BUSY
         old = self._record(encoded)
         if old is not None and not replace:
-            self._sieve.marks.set(key.tag)
+            self._recency.touch(key.tag)
             return PutRefusal.HELD
         limbo_takes = old is None or self._limbo_takes(self.geometry.fragments(old.length))
         may_come = limbo_takes and not self._overlay.full and self._generation_left()
@@ -143,6 +142,7 @@ class Card:
             return Reason.SHED
         self._next_database = (self._next_database + 1) % len(self._allocators)
         self._generation += 1
+        family = self._recency.came(key.tag, family, self._generation)
         extents = tuple(Extent(database, first, slots) for database, (first, slots) in runs)
         plan = PutPlan(key, encoded, self._generation, length, family, position, fragments, extents)
         self._flying[encoded] = plan
@@ -192,7 +192,7 @@ class Card:
         encoded = key.encode()
         record = self._record(encoded)
         if record is not None:
-            self._sieve.marks.set(key.tag)
+            self._recency.touch(key.tag)
         else:
             record = self._limbo.find(encoded, now_ns)
             if record is None:
@@ -239,13 +239,14 @@ class Card:
 
     def touch(self, tags: Iterable[int]) -> None:
         """These chunks were looked up and hit."""
-        self._sieve.marks.set_all(tags)
+        self._recency.touch_all(tags)
 
     # --- time and commits: main thread --------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int | None:
         """Age limbo and evict ahead; in how many ns to call again at the latest (None: no need)."""
         self._pressure.advance(now_ns)
+        self._recency.adapt(self._objects)
         for ghost in self._limbo.release(now_ns, self._pins):
             self._give(ghost.record.extents)
             self._accounts.of(ghost.key[:NAMESPACE_BYTES]).limbo -= ghost.slots
@@ -283,6 +284,7 @@ class Card:
             self._chunk_rests(plan.encoded_key)
             if record is not None:  # neither dropped nor replaced in the meantime
                 self.table.put(plan.key.tag, generation, plan.key.bit, plan.fragments)
+                self._recency.confirmed(plan.key.tag, record.family)
             self._counters["puts_confirmed"] += 1
             self._counters["put_bytes"] += plan.length
             plans.append(plan)
@@ -467,7 +469,7 @@ class Card:
 
     def _to_limbo(self, encoded: bytes, record: Record, now_ns: int, *, readable: bool) -> Ghost:
         slots = self.geometry.fragments(record.length)
-        ghost = Ghost(encoded, record, slots, now_ns + self._grace_ns, readable)
+        ghost = Ghost(encoded, record, slots, now_ns + self._grace_ns, readable, left_ns=now_ns)
         self._limbo.add(ghost)
         self._used_slots -= slots
         account = self._accounts.of(encoded[:NAMESPACE_BYTES])
@@ -495,18 +497,18 @@ class Card:
 
     def _evict(self, now_ns: int) -> None:
         """Send chunks to limbo until enough slots are free or on their way, within this call's bound."""
-        self._evict_while(self._lacking_slots, self._sieve, now_ns, Budget(EVICTION_STEPS_MAX))
+        self._evict_while(self._lacking_slots, self._chooser, now_ns, Budget(EVICTION_STEPS_MAX))
 
     def _evict_own(self, account: Account, now_ns: int, budget: Budget) -> None:
         """The same for a namespace's quota, with its own chunks."""
-        if account.sieve is not None:
-            self._evict_while(account.lacking_slots, account.sieve, now_ns, budget)
+        if account.chooser is not None:
+            self._evict_while(account.lacking_slots, account.chooser, now_ns, budget)
 
-    def _evict_while(self, lacking: Callable[[], int], sieve: Sieve, now_ns: int, budget: Budget) -> None:
+    def _evict_while(self, lacking: Callable[[], int], chooser: Chooser, now_ns: int, budget: Budget) -> None:
         view = Present(self._index, self._overlay, self._busy_chunks, self._pins)
         try:
             while lacking() > 0 and self._evictable():
-                chunk = sieve.next_chunk(view, budget)
+                chunk = chooser.next_chunk(view, budget)
                 if chunk is None:
                     return
                 reached("evict.begin")

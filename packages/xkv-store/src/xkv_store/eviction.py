@@ -1,41 +1,41 @@
-"""Which chunk leaves next: SIEVE over the index's order.
+"""Which chunk leaves next: the one that has not been asked for longest, where ages of new ones may count more.
 
-Owns the hand, the visited marks and the choice. Pure but for its own state: it sees the objects through `View`.
-Must not know slots, limbo or the clock.
+Owns: the two hands over the index's order and the choice between them. Pure but for its own state: it sees the objects
+through `View`. Must not know slots, limbo or the clock.
 
-SIEVE: Zhang et al., "SIEVE is Simpler than LRU", NSDI 2024. A hand goes from the oldest to the newest; what was
-visited since the hand's last pass stays and loses its mark, what was not leaves. New objects come in behind the
-hand's turning point, so that a scan of things used once passes through without driving out what is used.
+The order of the index is that of the last time that an object was put or, with AGAIN in its family, asked for, as far
+as that is known there. A hand goes from the oldest on; what was asked for since it was filed is filed anew, behind, and
+what was not leaves. So the choice is exact, and what is asked for often costs one change of the index in a pass of the
+hand, not one for each time. Why, and what it is measured against: docs/adr/0014-who-leaves-first.md.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .errors import PeerError
 from .key import RANK_BYTES, ObjectKey
-from .layout import BadBytesError, Record, parse_order_key
+from .layout import AGAIN, BadBytesError, Record, pack_order_key, parse_order_key
+from .recency import Recency
 
 ORDER_BATCH = 64  # entries of the order fetched at a time
-SPARED_MAX = 4_096  # chunks at one place of the order that were spared in this pass; more are forgotten
-MARKS_PER_SLOT = 4  # marks are shared by tags that fall together: at most one chunk in four stays by mistake
-MARKS_MIN = 1_024
+PASS_ENTRIES_MAX = 2_048  # then a hand begins anew: what was held is free, what came late may stand behind it
 
 
 class View(Protocol):
-    """What the choice needs to see of the card."""
+    """What the choice needs to see of the card, and the one thing that it does to it."""
 
     def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
         """(order key, object key) from `order_key` on."""
-
-    def generation_of(self, key: bytes) -> int | None:
-        """The present generation of an object."""
 
     def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
         """The present objects of a chunk."""
 
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
         """Whether something of the chunk is being read or written."""
+
+    def refile(self, key: bytes, record: Record) -> None:
+        """The object has another place in the order from now on, that of `record`."""
 
 
 class Budget:
@@ -47,86 +47,121 @@ class Budget:
         self.left = steps
 
 
-class Marks:
-    """One visited mark per tag (a byte, for speed), in a table a few times as large as objects can be many."""
+@dataclass(slots=True)
+class _Hand:
+    """Over the part of the order from `begin` to before `end`."""
 
-    def __init__(self, slots: int) -> None:
-        self._size = max(MARKS_MIN, slots * MARKS_PER_SLOT) | 1  # odd: tags that differ in any bit fall apart
-        self._bytes = bytearray(self._size)
+    begin: bytes
+    end: bytes
+    at: bytes = field(init=False)
+    ahead: deque[tuple[bytes, bytes]] = field(default_factory=deque)
+    seen: int = 0  # entries of this pass
 
-    def set_all(self, tags: Iterable[int]) -> None:
-        """These chunks were asked for."""
-        marks, size = self._bytes, self._size
-        for tag in tags:
-            marks[tag % size] = 1
+    def __post_init__(self) -> None:
+        self.at = self.begin
 
-    def set(self, tag: int) -> None:
-        """This chunk was asked for."""
-        self._bytes[tag % self._size] = 1
+    def head(self, view: View) -> tuple[bytes, bytes] | None:
+        """The entry that the hand is at; None at the end of its part, from where it begins anew."""
+        if not self.ahead:
+            if self.seen >= PASS_ENTRIES_MAX:
+                self.rewind()
+            found = view.order_from(self.at, ORDER_BATCH)
+            self.ahead.extend(pair for pair in found if pair[0] < self.end)
+            if not self.ahead:
+                self.rewind()
+                return None
+        return self.ahead[0]
 
-    def clear(self, tag: int) -> bool:
-        """Whether the chunk was asked for since it was last cleared."""
-        at = tag % self._size
-        marked = self._bytes[at]
-        self._bytes[at] = 0
-        return bool(marked)
+    def pass_on(self) -> None:
+        """The entry is dealt with."""
+        order_key, _ = self.ahead.popleft()
+        self.at = order_key + b"\0"
+        self.seen += 1
+
+    def makes_room(self, order_key: bytes) -> None:
+        """An entry has come here: what was fetched from behind it is fetched again."""
+        self.at = min(self.at, order_key)
+        while self.ahead and self.ahead[-1][0] > order_key:
+            self.ahead.pop()
+
+    def rewind(self) -> None:
+        """Begin anew."""
+        self.at, self.seen = self.begin, 0
+        self.ahead.clear()
 
 
-class Sieve:
-    """The hand. `next_chunk` is called until enough has left.
+_AGAIN_BEGINS = pack_order_key(AGAIN, (1 << 32) - 1, 0)
+_ORDER_ENDS = b"\xff" * (len(_AGAIN_BEGINS) + 1)
 
-    `only`: with what keys begin that may leave; the hand passes over all others. Several hands may share their marks.
+
+class Chooser:
+    """`next_chunk` is called until enough has left.
+
+    `only`: with what keys begin that may leave; others are passed over. Several may share what is known of recency.
     """
 
-    def __init__(self, slots: int, *, marks: Marks | None = None, only: bytes = b"") -> None:
-        self.marks = Marks(slots) if marks is None else marks
+    def __init__(self, recency: Recency, *, only: bytes = b"") -> None:
+        self._recency = recency
         self._only = only
-        self._hand = b""
-        self._ahead: deque[tuple[bytes, bytes]] = deque()
-        self._place: tuple[int, int] = (0, 0)  # the family and position that the hand is at
-        self._spared: set[bytes] = set()  # chunks spared there: their other ranks' entries follow
+        self._hands = (_Hand(b"", _AGAIN_BEGINS), _Hand(_AGAIN_BEGINS, _ORDER_ENDS))
 
     def next_chunk(self, view: View, budget: Budget) -> list[tuple[bytes, Record]] | None:
         """The objects of the next chunk to leave; None when the budget is spent or nothing can leave."""
-        turns = 0
+        ends = 0
         while budget.left > 0:
-            if not self._ahead:
-                self._ahead.extend(view.order_from(self._hand, ORDER_BATCH))
-            if not self._ahead:
-                turns += 1
-                if turns > 2:  # once to finish this pass, once through all: the order is empty
+            hand = self._older(view)
+            if hand is None:
+                ends += 1
+                if ends > 2:  # once to finish this pass, once through all: nothing can leave
                     return None
-                self._hand = b""
-                self._spared.clear()  # a card may have a single place: what was spared there leaves in the next pass
                 continue
             budget.left -= 1
-            order_key, key = self._ahead.popleft()
-            self._hand = order_key + b"\0"
-            if not key.startswith(self._only):
-                continue
-            chunk = self._consider(view, order_key, key)
+            order_key, key = hand.ahead[0]
+            hand.pass_on()
+            chunk = self._consider(view, order_key, key) if key.startswith(self._only) else None
             if chunk:
                 return chunk
         return None
 
+    def _older(self, view: View) -> _Hand | None:
+        """The hand that is at what should leave first."""
+        new, again = self._hands
+        of_new, of_again = new.head(view), again.head(view)
+        if of_new is None or of_again is None:
+            return new if of_new is not None else again if of_again is not None else None
+        return new if self._age(of_new[0]) * self._recency.weight >= self._age(of_again[0]) else again
+
+    def _age(self, order_key: bytes) -> int:
+        return max(0, self._recency.now - _filed(order_key)) + 1
+
     def _consider(self, view: View, order_key: bytes, key: bytes) -> list[tuple[bytes, Record]] | None:
         try:
-            family, position, generation = parse_order_key(order_key)
-            ObjectKey.decode(key)
+            family, _, generation = parse_order_key(order_key)
+            chunk_key = key[:-RANK_BYTES]
+            chunk = view.chunk(chunk_key)
+            tags = {ObjectKey.decode(rank_key).tag for rank_key, _ in chunk}
         except (BadBytesError, PeerError):
             return None  # damage in the index: recovery drops what it cannot parse
-        if view.generation_of(key) != generation:
-            return None  # has left or been replaced since the snapshot
-        if (family, position) != self._place or len(self._spared) >= SPARED_MAX:
-            self._place = (family, position)
-            self._spared.clear()
-        chunk_key = key[:-RANK_BYTES]
-        if chunk_key in self._spared:
+        if not any(one == key and (own.family, own.generation) == (family, generation) for one, own in chunk):
+            return None  # has left, was replaced or filed elsewhere since the snapshot
+        filed = _filed(order_key)
+        asked = max(self._recency.asked_at(tag) for tag in tags)
+        if asked > filed:
+            for one, own in chunk:
+                view.refile(one, own._replace(family=AGAIN | asked))
+                self._hands[1].makes_room(pack_order_key(AGAIN | asked, own.position, own.generation))
             return None
-        chunk = view.chunk(chunk_key)
-        tags = {ObjectKey.decode(rank_key).tag for rank_key, _ in chunk}
-        visited = [self.marks.clear(tag) for tag in tags]
-        if any(visited) or view.held(chunk_key, chunk):
-            self._spared.add(chunk_key)
+        if view.held(chunk_key, chunk):
             return None
+        for tag in tags:
+            self._recency.left(tag, filed, again=family >= AGAIN)
         return chunk
+
+
+def _filed(order_key: bytes) -> int:
+    """When the object of this entry was last used, as far as the order knows."""
+    try:
+        family, _, generation = parse_order_key(order_key)
+    except BadBytesError:
+        return 0  # damage: passed over as soon as it is looked at
+    return family - AGAIN if family >= AGAIN else generation

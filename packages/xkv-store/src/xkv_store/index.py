@@ -71,6 +71,14 @@ class SetObject:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveObject:
+    """The object `key` stands elsewhere in the order, as `record` (packed) says; all else of it is as before."""
+
+    key: bytes
+    record: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveObject:
     """There is no object `key` any more, whatever it was before."""
 
@@ -92,7 +100,7 @@ class RemoveNamespace:
     namespace: bytes
 
 
-Change: TypeAlias = SetObject | RemoveObject | SetNamespace | RemoveNamespace
+Change: TypeAlias = SetObject | MoveObject | RemoveObject | SetNamespace | RemoveNamespace
 
 
 def doubt(folder: Path) -> None:
@@ -369,7 +377,7 @@ class Index:
 
     def _apply_one(self, transaction: lmdb.Transaction[bytes], change: Change) -> None:
         match change:
-            case SetObject(key, record):
+            case SetObject(key, record) | MoveObject(key, record):
                 self._forget_order(transaction, key)
                 transaction.put(key, record, db=self._objects)
                 transaction.put(_order_key(record), key, db=self._order)

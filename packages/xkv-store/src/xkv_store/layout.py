@@ -38,13 +38,14 @@ EXTENT = struct.Struct("<HII")  # database, first slot, slots
 ORDER_KEY = struct.Struct(">QIQ")  # family, inverted position, generation
 # magic, version, entry bytes, capacity, entries, card uuid, boot id, highest confirmed generation
 TABLE_HEADER = struct.Struct("<8sHH4xQQ16s16sQ")
-TABLE_ENTRY = struct.Struct("<QQQI4x")  # tag, generation, ranks, fragments
+TABLE_ENTRY = struct.Struct("<QQQII")  # tag, generation, ranks, fragments, asked
 TABLE_ENTRIES_OFFSET = 4096
 # magic, version, ranks, denials per rank, boot id, heartbeat, epoch, flags, attached ranks
 CONTROL_HEADER = struct.Struct("<8sHHI16sQQQQ")
 
 POSITION_MAX = (1 << 32) - 1
 FAMILY_MAX = (1 << 64) - 1
+AGAIN = 1 << 63  # in a family: the object was asked for again, and the rest says when
 _KEY_FIELD_BYTES = 64
 
 assert SLOT_HEADER.size == _HEADER_SUMMED_BYTES

@@ -4,6 +4,7 @@ Owns the waiting records: how long they stay readable, and when their slots are 
 committed, nobody reading). Pure: the clock comes with each call. Must not know files or the index.
 """
 
+from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
 
@@ -14,7 +15,11 @@ RELEASES_PER_CALL_MAX = 1_024  # entries looked at in one call, so that the even
 
 @dataclass(slots=True, eq=False)
 class Ghost:
-    """One object in limbo. `settled`: the index no longer names its slots, also not after a crash."""
+    """One object in limbo. `settled`: the index no longer names its slots, also not after a crash.
+
+    `left_ns`: the clock as it was read some time before the object left, until a later clock is known: its grace begins
+    with that one, so that no busy moment is taken off it.
+    """
 
     key: bytes
     record: Record
@@ -22,6 +27,7 @@ class Ghost:
     expires_ns: int
     readable: bool
     settled: bool = False
+    left_ns: int | None = None
 
 
 class Limbo:
@@ -32,6 +38,7 @@ class Limbo:
         self._aging: dict[int, Ghost] = {}  # by generation
         self._at_once: dict[int, Ghost] = {}  # those without a grace: free as soon as nothing holds them
         self._readable: dict[bytes, Ghost] = {}  # the newest of each key
+        self._undated: deque[Ghost] = deque()  # those with a `left_ns`
 
     def __len__(self) -> int:
         return len(self._aging) + len(self._at_once)
@@ -42,11 +49,17 @@ class Limbo:
         self.slots += ghost.slots
         if ghost.readable:
             self._readable[ghost.key] = ghost
+            if ghost.left_ns is not None and ghost.expires_ns > ghost.left_ns:
+                self._undated.append(ghost)
+            else:
+                ghost.left_ns = None  # without a grace there is none to begin later
 
     def find(self, key: bytes, now_ns: int) -> Record | None:
         """The object that this key had, while its grace lasts."""
         ghost = self._readable.get(key)
-        return ghost.record if ghost is not None and now_ns < ghost.expires_ns else None
+        if ghost is None or (now_ns >= ghost.expires_ns and ghost.left_ns is None):
+            return None
+        return ghost.record
 
     def condemn(self, key: bytes, generation: int) -> None:
         """That object's bytes are bad: it is readable no more, and its slots need no grace."""
@@ -58,9 +71,13 @@ class Limbo:
 
     def release(self, now_ns: int, pinned: Container[int]) -> list[Ghost]:
         """Let go of what nothing holds any more (a bounded number); its slots are the caller's to give."""
+        while self._undated and (left_ns := self._undated[0].left_ns or 0) < now_ns:
+            ghost = self._undated.popleft()
+            ghost.expires_ns += now_ns - left_ns
+            ghost.left_ns = None
         free = [g for g in self._first(self._at_once) if g.settled and g.record.generation not in pinned]
         for ghost in self._first(self._aging):
-            if ghost.expires_ns > now_ns:
+            if ghost.expires_ns > now_ns or ghost.left_ns is not None:
                 break
             self._forget(ghost)
             if ghost.settled and ghost.record.generation not in pinned:

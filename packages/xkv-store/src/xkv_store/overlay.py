@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from .errors import MediumError
 from .geometry import RANK_MAX
-from .index import Change, Index, RemoveNamespace, RemoveObject, SetNamespace, SetObject
+from .index import Change, Index, MoveObject, RemoveNamespace, RemoveObject, SetNamespace, SetObject
 from .layout import BadBytesError, Record, pack_record, parse_record
 from .limbo import Ghost
 
@@ -99,6 +99,10 @@ class Overlay:
         ghosts = [replaced] if replaced is not None else []
         self._push(key, Step(SetObject(key, pack_record(record)), record.generation, ghosts), record)
 
+    def move(self, key: bytes, record: Record) -> None:
+        """Queue another place in the order for an object that is committed. Where that fails, it keeps its old one."""
+        self._push(key, Step(MoveObject(key, pack_record(record))), record)
+
     def remove(self, key: bytes, ghost: Ghost) -> None:
         """Queue an object's removal."""
         self._push(key, Step(RemoveObject(key), 0, [ghost]), None)
@@ -175,6 +179,8 @@ class Overlay:
                 again.append(removal)
             elif isinstance(step.change, RemoveObject):
                 again.append(step)
+            elif isinstance(step.change, MoveObject):
+                self._drop(step)
         self._queue.extendleft(reversed(again))
         self._undo_namespaces(batch)
         return undone
@@ -234,11 +240,6 @@ class Present:
         """(order key, object key) of the next committed objects."""
         return self.index.order_from(order_key, limit)
 
-    def generation_of(self, key: bytes) -> int | None:
-        """The present generation of an object."""
-        record = self.overlay.record(key)
-        return record.generation if record is not None else None
-
     def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
         """The present objects of a chunk."""
         return self.overlay.chunk(chunk_key, RANK_MAX + 1)
@@ -246,6 +247,10 @@ class Present:
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
         """Whether the chunk must stay for now."""
         return chunk_key in self.busy_chunks or any(record.generation in self.pinned for _, record in chunk)
+
+    def refile(self, key: bytes, record: Record) -> None:
+        """The object has another place in the order."""
+        self.overlay.move(key, record)
 
 
 _UNKNOWN = b""  # no descriptor's digest

@@ -6,7 +6,8 @@ not know which object leaves for it, nor where slots are.
 
 RESERVE_SHARE_MIN = 64  # free slots kept ahead: at least this part of the card…
 RESERVE_SHARE_MAX = 8  # …and at most this part, however fast puts come
-STREAM_MARGIN_SHARE = 4  # a quarter more than a grace time's puts: commits and ticks take their time, too
+STREAM_MARGIN_SHARE = 2  # half more than a grace time's puts: commits and ticks take their time, and streams grow
+PEAK_FADES_SHARE = 32  # stores come in bursts: after a pause, the next one finds its reserve, which shrinks slowly
 DEMAND_SHARE_MAX = 2  # nothing leaves for an object that is larger than this part (half) of the card
 
 _PERIOD_NS_MIN = 1_000_000
@@ -20,7 +21,8 @@ class Pressure:
         self._total = slots_total
         self._period_ns = max(grace_ns, _PERIOD_NS_MIN)
         self._since_ns = 0
-        self._put_slots = self._put_slots_before = 0  # in the present period, and in the one before
+        self._put_slots = 0  # in the present period
+        self._peak_slots = 0  # of those before, the older the less
         self._demand_slots = 0  # what the largest refused put needs
 
     def advance(self, now_ns: int) -> None:
@@ -28,8 +30,10 @@ class Pressure:
         self.now_ns = max(self.now_ns, now_ns)
         periods = (now_ns - self._since_ns) // self._period_ns
         if periods >= 1:
-            self._put_slots_before = self._put_slots if periods == 1 else 0
-            self._put_slots = 0
+            peak = max(self._put_slots, self._peak_slots - -(-self._peak_slots // PEAK_FADES_SHARE))
+            for _ in range(min(periods - 1, peak.bit_length() * PEAK_FADES_SHARE)):
+                peak -= -(-peak // PEAK_FADES_SHARE)
+            self._peak_slots, self._put_slots = peak, 0
             self._since_ns = now_ns
 
     def put(self, slots: int) -> None:
@@ -45,7 +49,7 @@ class Pressure:
         """How many slots must still leave; 0 or less when enough are free or will be."""
         if free >= self._demand_slots:
             self._demand_slots = 0
-        streaming = max(self._put_slots, self._put_slots_before)
+        streaming = max(self._put_slots, self._peak_slots)
         streaming += -(-streaming // STREAM_MARGIN_SHARE)
         reserve = min(max(streaming, self._total // RESERVE_SHARE_MIN), self._total // RESERVE_SHARE_MAX)
         return max(reserve, self._demand_slots) - free - on_their_way

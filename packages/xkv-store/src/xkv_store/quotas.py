@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from .errors import UserError
-from .eviction import Marks, Sieve
+from .eviction import Chooser
 from .geometry import DATA_OFFSET, NAMESPACE_BYTES
 from .pressure import Pressure
+from .recency import Recency
 from .sizes import parse_size_bytes
 
 ACCOUNTS_SHOWN_MAX = 256  # in a status: those that take most
@@ -84,7 +85,7 @@ class Account:
     namespace: bytes
     quota_slots: int | None
     room: Pressure | None
-    sieve: Sieve | None
+    chooser: Chooser | None
     objects: int = 0
     in_flight: int = 0
     used: int = 0
@@ -116,11 +117,11 @@ class Account:
 class Accounts:
     """All namespaces that have something of the card."""
 
-    def __init__(self, quotas: Quotas, *, slot_bytes: int, grace_ns: int, marks: Marks) -> None:
+    def __init__(self, quotas: Quotas, *, slot_bytes: int, grace_ns: int, recency: Recency) -> None:
         self._quotas = quotas
         self._slot_bytes = slot_bytes
         self._grace_ns = grace_ns
-        self._marks = marks
+        self._recency = recency
         self._accounts: dict[bytes, Account] = {}
 
     def __iter__(self) -> Iterator[Account]:
@@ -141,7 +142,7 @@ class Accounts:
             account = Account(namespace, quota_slots, None, None)
             if quota_slots is not None:
                 account.room = Pressure(quota_slots, self._grace_ns)
-                account.sieve = Sieve(quota_slots, marks=self._marks, only=namespace)
+                account.chooser = Chooser(self._recency, only=namespace)
             self._accounts[namespace] = account
         return account
 

@@ -30,6 +30,8 @@ _ENTRY_WORDS = TABLE_ENTRY.size // _WORD_BYTES
 _FIRST_WORD = TABLE_ENTRIES_OFFSET // _WORD_BYTES
 _ENTRIES_WORD = 3  # words of the header that change: entries in use, highest confirmed generation
 _HIGHEST_WORD = 8
+_HALF_BITS = 32  # an entry's last word: fragments, and above them when the chunk was asked for
+_HALF = (1 << _HALF_BITS) - 1
 _F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; not in the fcntl module of every Python that we run on
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
@@ -83,7 +85,8 @@ class TableWriter:
         if words[at] == tag:
             words[at + 1] = max(words[at + 1], generation)
             words[at + 2] |= rank_bit
-            words[at + 3] = max(words[at + 3], fragments)
+            last = words[at + 3]
+            words[at + 3] = last & ~_HALF | max(last & _HALF, fragments)
         else:
             assert words[_ENTRIES_WORD] < self.capacity - 1, "sized for every slot of the card"
             words[at + 1] = generation
@@ -97,6 +100,21 @@ class TableWriter:
         """(generation, ranks) of the chunk `tag`, or None."""
         at = self._find(tag)
         return (self._words[at + 1], self._words[at + 2]) if self._words[at] == tag else None
+
+    def ask(self, tag: int, stamp: int) -> tuple[int, int, int] | None:
+        """Stamp the chunk `tag` as asked for; (generation, ranks, former stamp), or None where nobody holds it."""
+        at = self._find(tag)
+        words = self._words
+        if words[at] != tag:
+            return None
+        last = words[at + 3]
+        words[at + 3] = last & _HALF | stamp << _HALF_BITS
+        return words[at + 1], words[at + 2], last >> _HALF_BITS
+
+    def asked(self, tag: int) -> int:
+        """The chunk's stamp; 0 where it has none."""
+        at = self._find(tag)
+        return self._words[at + 3] >> _HALF_BITS if self._words[at] == tag else 0
 
     def remove_rank(self, tag: int, rank_bit: int) -> None:
         """Say that this rank no longer holds the chunk; the entry goes with its last rank."""
@@ -220,7 +238,7 @@ class TableReader:
         words, at = self._words, _FIRST_WORD + ((tag * self.capacity) >> 64) * _ENTRY_WORDS
         for _ in range(self.capacity):
             if words[at] in {tag, 0}:
-                return words[at + 3] if words[at] else 0
+                return words[at + 3] & _HALF if words[at] else 0
             at += _ENTRY_WORDS
             if at >= _FIRST_WORD + self.capacity * _ENTRY_WORDS:
                 at = _FIRST_WORD

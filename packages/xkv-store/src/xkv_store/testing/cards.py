@@ -145,7 +145,9 @@ class CardDriver:
     # --- time and death -------------------------------------------------------------------------------------
 
     def tick(self, ms: float = 0) -> int | None:
-        """Let time pass, and tell the card."""
+        """Let time pass, and tell the card, as the gateway does once in each of its rounds."""
+        self.now_ns += 1
+        self.card.tick(self.now_ns)
         self.now_ns += int(ms * 1_000_000)
         return self.card.tick(self.now_ns)
 
