@@ -48,7 +48,6 @@ PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or m
 TABLE_ENTRIES_PER_SLOT = 2  # half empty at most full: a probe or two for each lookup
 LOG_INTERVAL_NS = 10_000_000_000
 PURGE_LIMBO_SHARE = 2  # of what limbo takes, a purge leaves so much (half) to evictions and replacements
-_MS_NS = 1_000_000
 
 
 class Card:
@@ -64,7 +63,7 @@ class Card:
         self._medium = Medium(opened.databases, opened.geometry, opened.card_uuid)
         self._index = opened.index
         self._boots, self._rebuilt = opened.boots, opened.rebuilt
-        self._grace_ns = options.grace_ms * _MS_NS
+        self._grace_ns = options.grace_ms * 1_000_000
         self._overlay = Overlay(opened.index)
         self._limbo = Limbo()
         self._allocators: list[SlotAllocator] = opened.loaded.allocators()
