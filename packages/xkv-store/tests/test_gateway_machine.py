@@ -786,9 +786,8 @@ class GatewayMachine(RuleBasedStateMachine):
     def time_goes_on(self, ms: int) -> None:
         before_ns = self.clock.now_ns
         self.gateway.tick(ms)
-        for (
-            generations
-        ) in self.left.values():  # a grace begins with the first clock that was read after the object left
+        # A grace begins with the first clock that is read after the object has left.
+        for generations in self.left.values():
             for generation, left_ns in generations.items():
                 generations[generation] = self.clock.now_ns if left_ns >= before_ns else left_ns
         self.hear()
