@@ -37,6 +37,7 @@ BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
 ENGINE_TESTS = "tests/test_stack_*.py"
 NEWEST_TESTS = "tests/test_stack_adaptive.py"  # those that take long for one thing, which every harness looks at
+SOAK_TESTS = "tests/test_soak.py"  # two minutes, in the session `soak`
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
 PORT_TESTS = "tests/test_tp_ports.py"  # the one of the next that needs no engine
 RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
@@ -103,7 +104,7 @@ def test(session: nox.Session) -> None:
     """Tests of core, compat and matrix, in an environment that holds neither torch nor vLLM."""
     with recorded(session, "test") as result:
         python = dev(session)
-        elsewhere = there("tests/test_architecture.py", HARNESS_TESTS, ENGINE_TESTS, RANKS_TESTS)
+        elsewhere = there("tests/test_architecture.py", HARNESS_TESTS, ENGINE_TESTS, RANKS_TESTS, SOAK_TESTS)
         crossing = [path for path in there("tests/test_*.py") if path not in elsewhere]
         own = ("packages/xkv-store/tests", "compat/tests", "matrix/tests")
         paths = session.posargs or [*must_be_there(session, result, *own), *crossing]
@@ -271,20 +272,15 @@ def ranks(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """A full card under a flood of puts: -- --puts N --capacity MIB --grace-ms N [--canary FAULT] [--json].
 
-    Without arguments: a run of 100,000 puts, and short ones with each planted fault, which must be found.
+    Without arguments: its tests, among them that planted faults are found, and a run of 100,000 puts.
     """
-    faults = ("leak", "grace", "cliff", "lease")
-    short = ("--puts=4000", "--capacity=128", "--grace-ms=150", "--json")
-    runs: list[Sequence[str]] = [("--puts=100000",), *((*short, f"--canary={fault}") for fault in faults)]
-    if session.posargs:
-        runs = [session.posargs]
     with recorded(session, "soak") as result:
         result.arguments = list(session.posargs)
         python = dev(session)
-        env = environ({"PYTHONPATH": str(ROOT / "tests")})
-        for run in runs:
-            done = subprocess.run([python, "-m", "soak", *run], env=env, cwd=ROOT, check=False)
-            result.add({"passed" if done.returncode == 0 else "failed": 1})
+        if not session.posargs:
+            pytest(session, result, python, *must_be_there(session, result, SOAK_TESTS))
+        run = session.posargs or ("--puts=100000",)
+        check(session, result, python, "-m", "soak", *run, env={"PYTHONPATH": str(ROOT / "tests")})
 
 
 @nox.session(default=False)

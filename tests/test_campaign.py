@@ -30,7 +30,7 @@ SHAPES = ("one", "two")
 def put(gateway: GatewayOfCampaign, number: int) -> StoreStatus:
     """One object from a client of its own."""
     with attached(socket_for_port(gateway.sockets, gateway.extra["xkv.port"]), geometry=GEOMETRY) as peer:
-        key = ObjectKey(bytes(16), 0, number.to_bytes(32, "big"), 0)
+        key = ObjectKey(bytes(16), 0, number.to_bytes(32, "little"), 0)
         return peer.put(b"x" * 3 * GEOMETRY.fragment_bytes, key.encode())
 
 

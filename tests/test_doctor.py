@@ -22,6 +22,7 @@ import pytest
 
 from development.places import ROOT
 from xkv_offload.doctor import command
+from xkv_offload.why import command as why_command
 from xkv_store import cli, contributed
 from xkv_store.doctor import limits
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
@@ -303,8 +304,9 @@ def test_the_package_says_that_it_brings_the_command() -> None:
     project = (ROOT / "packages" / "xkv-offload" / "pyproject.toml").read_text()
     _, _, group = project.partition(f"[project.entry-points.{contributed.GROUP}]\n")
     entries = dict(re.findall(r'(?m)^(\w+) = "([\w.:]+)"$', group.partition("\n[")[0]))
-    assert entries.keys() == {"doctor"}
+    assert entries.keys() == {"doctor", "why"}
     assert EntryPoint("doctor", entries["doctor"], contributed.GROUP).load() is command.register
+    assert EntryPoint("why", entries["why"], contributed.GROUP).load() is why_command.register
 
 
 def test_a_copy_without_metadata_has_a_way_in(tmp_path: Path) -> None:

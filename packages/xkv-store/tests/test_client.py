@@ -235,7 +235,7 @@ def client(gateway: FakeGateway, attachment: Attachment) -> Iterator[Client]:
 
 
 def key(number: int) -> ObjectKey:
-    return ObjectKey(b"n" * 16, 0, number.to_bytes(32, "big"), 0)
+    return ObjectKey(b"n" * 16, 0, number.to_bytes(32, "little"), 0)
 
 
 def take(client: Client, count: int = 1) -> list[int]:

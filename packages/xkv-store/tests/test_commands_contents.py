@@ -37,7 +37,7 @@ OBJECTS = [(FIRST, number) for number in range(20)] + [(SECOND, number) for numb
 
 
 def key_of(namespace: bytes, number: int) -> bytes:
-    return ObjectKey(namespace, number % 2, (number * 1_000_003).to_bytes(32, "big"), 0).encode()
+    return ObjectKey(namespace, number % 2, (number * 1_000_003).to_bytes(32, "little"), 0).encode()
 
 
 def content_of(number: int) -> bytes:
@@ -121,7 +121,7 @@ def test_ls_shows_every_object_and_what_is_asked_for(
     assert keys("--namespace", "4") == []
     assert keys("--key", everything[3]) == [everything[3]]
     assert keys("--key", everything[3][:-5]) == [everything[3]]
-    digits = (4 * 1_000_003).to_bytes(32, "big").hex()
+    digits = (4 * 1_000_003).to_bytes(32, "little").hex()
     assert keys("--block-hash", digits) == [one for one in everything if digits in one]
     assert keys("--limit", "3") == everything[:3]
     code, lines = xkv("ls", *place, "--limit", "25")

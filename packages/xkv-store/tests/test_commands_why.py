@@ -58,7 +58,7 @@ OTHERS: dict[str, tuple[str, Callable[[dict[str, Any]], None]]] = {
 
 
 def key_of(number: int, namespace: bytes = OWN, rank: int = 0) -> bytes:
-    return ObjectKey(namespace, 0, (number * 1_000_003).to_bytes(32, "big"), rank).encode()
+    return ObjectKey(namespace, 0, (number * 1_000_003).to_bytes(32, "little"), rank).encode()
 
 
 def content_of(number: int) -> bytes:

@@ -44,7 +44,7 @@ ROUNDS_BEFORE_END = 4
 
 
 def key_of(number: int) -> bytes:
-    return ObjectKey(b"c" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"c" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 @dataclass(slots=True)

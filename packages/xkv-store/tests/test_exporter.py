@@ -37,7 +37,7 @@ LOOPBACK = ("--metrics-port", "0")
 
 
 def key_of(number: int) -> bytes:
-    return ObjectKey(b"e" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"e" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 def scrape(url: str) -> dict[tuple[str, ...], float]:

@@ -53,7 +53,7 @@ Packet: TypeAlias = tuple[bytes, tuple[str, ...]]  # with kinds of descriptors
 
 
 def key_of(number: int) -> bytes:
-    return ObjectKey(b"f" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"f" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 class House:

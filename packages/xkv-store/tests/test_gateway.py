@@ -39,7 +39,7 @@ def content_of(seed: int, length: int) -> bytes:
 
 
 def key_of(number: int, rank: int = 0) -> bytes:
-    return ObjectKey(NAMESPACE, 0, number.to_bytes(32, "big"), rank).encode()
+    return ObjectKey(NAMESPACE, 0, number.to_bytes(32, "little"), rank).encode()
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_what_was_put_is_confirmed_found_and_read_back(connect: Callable[[], Pee
     assert peer.put(content, key_of(1)) is StoreStatus.HELD
     assert peer.get(len(content), key_of(1)) == (LoadStatus.OK, content)
     table = TableReader.attach(os.dup(peer.fds[2]), check_card_uuid=welcome.card_uuid)
-    found = table.lookup(chunk_tag(tag_salt(NAMESPACE, 0, 0), (1).to_bytes(32, "big")))
+    found = table.lookup(chunk_tag(tag_salt(NAMESPACE, 0, 0), (1).to_bytes(32, "little")))
     assert found is not None
     assert found[1] == 1
     table.close()

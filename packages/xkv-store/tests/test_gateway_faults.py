@@ -34,7 +34,7 @@ WAIT_S_MAX = 20.0
 
 
 def key_of(number: int) -> bytes:
-    return ObjectKey(b"f" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"f" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 class Bench:

@@ -36,7 +36,7 @@ def content_of(seed: int) -> bytes:
 
 
 def key_of(number: int) -> bytes:
-    return ObjectKey(b"k" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"k" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 @contextmanager

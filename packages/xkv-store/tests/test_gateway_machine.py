@@ -74,6 +74,7 @@ PLACES = [
 ]
 Place: TypeAlias = tuple[str, Role, int]
 RETRY_MS = 1_001  # after a failed commit
+LAST_ROUNDS = 16  # what leaves for a put that was refused may go one by one, each with a commit and a grace
 
 
 LENGTHS = [1, PAYLOAD, PAYLOAD + 1, 2 * PAYLOAD, 3 * PAYLOAD]
@@ -956,7 +957,7 @@ class GatewayMachine(RuleBasedStateMachine):
                 member.socket.shutdown(socket.SHUT_WR)
         self.round()
         self.work_off()
-        for _ in range(4):
+        for _ in range(LAST_ROUNDS):
             self.gateway.tick(RETRY_MS)
             self.gateway.take_batch()
             self.end_commit("ok")

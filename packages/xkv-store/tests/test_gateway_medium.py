@@ -42,7 +42,7 @@ def content_of(number: int) -> bytes:
 
 
 def key_of(number: int) -> bytes:
-    return ObjectKey(b"m" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"m" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 @contextmanager

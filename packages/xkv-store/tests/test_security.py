@@ -39,7 +39,7 @@ def options(folder: Path) -> CardOptions:
 
 
 def key_of(number: int) -> ObjectKey:
-    return ObjectKey(b"m" * 16, 0, number.to_bytes(32, "big"), 0)
+    return ObjectKey(b"m" * 16, 0, number.to_bytes(32, "little"), 0)
 
 
 @pytest.fixture

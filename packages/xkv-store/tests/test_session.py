@@ -44,7 +44,7 @@ def welcome() -> wire.Welcome:
 
 
 def key(number: int = 0) -> bytes:
-    return ObjectKey(b"n" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"n" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 def put_object(*slots: int, fragments: int | None = None) -> wire.PutObject:

@@ -41,7 +41,7 @@ SLOW = Fault(operation=Operation.READ, kind=Kind.DELAY, nth=1, times=1_000_000, 
 
 
 def key_of(number: int) -> bytes:
-    return ObjectKey(b"m" * 16, 0, number.to_bytes(32, "big"), 0).encode()
+    return ObjectKey(b"m" * 16, 0, number.to_bytes(32, "little"), 0).encode()
 
 
 def content_of(number: int) -> bytes:
@@ -122,7 +122,7 @@ def test_damage_is_told_and_leaves_when_asked(
             flip(tmp_path, offsets[key_of(number)] + 3_000)
         code, lines = xkv("verify", tmp_path / "card", *place)
         assert code == 1
-        assert {line["damaged"]["block_hash"] for line in lines[:-1]} == {n.to_bytes(32, "big").hex() for n in bad}
+        assert {line["damaged"]["block_hash"] for line in lines[:-1]} == {n.to_bytes(32, "little").hex() for n in bad}
         assert not any(line["damaged"]["dropped"] for line in lines[:-1])
         total = lines[-1]["verified"]
         assert (total["online"], total["objects"], total["damaged"], total["gone"]) == (True, OBJECTS, 3, 0)

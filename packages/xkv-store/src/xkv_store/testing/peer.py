@@ -102,16 +102,20 @@ class Peer:
     # --- objects -----------------------------------------------------------------------------------------
 
     def begin_put(
-        self, content: bytes, key: bytes, *, first_slot: int = 0, replace: bool = False, family: int = 1
+        self, content: bytes, key: bytes, *, first_slot: int = 0, replace: bool = False, family: int | None = None
     ) -> int:
-        """Fill slots of the store region and send the put of one object; returns its number."""
+        """Fill slots of the store region and send the put of one object; returns its number.
+
+        `family`: its request, where it has others; the later objects of a request leave first.
+        """
         fragments = self.geometry.fragments(len(content))
         start = self.welcome.store_region.first + first_slot
         slots = tuple(range(start, start + fragments))
         for fragment, slot in enumerate(slots):
             self.fill(slot, content, fragment)
         self._numbers += 1
-        item = wire.PutObject(key, len(content), slots, family, self._numbers, replace)
+        of = self._numbers if family is None else family
+        item = wire.PutObject(key, len(content), slots, of, self._numbers, replace)
         self.send(wire.Put(self._numbers, (item,)))
         return self._numbers
 
