@@ -36,12 +36,13 @@ TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
 BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
 ENGINE_TESTS = "tests/test_stack_*.py"
-NEWEST_TESTS = "tests/test_stack_adaptive.py"  # those that take long for one thing, which every harness looks at
+# Those that take long for one thing, at which every release's harness looks.
+NEWEST_TESTS = ("tests/test_stack_adaptive.py", "tests/test_stack_eviction.py")
 SOAK_TESTS = "tests/test_soak.py"  # two minutes, in the session `soak`
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
 PORT_TESTS = "tests/test_tp_ports.py"  # the one of the next that needs no engine
 RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
-RUN_S = 60  # of requests, for each release of a run without arguments
+RUN_S = 40  # of requests, for each release of a run without arguments
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
 
 nox.needs_version = ">=2024.4.15"
@@ -127,7 +128,7 @@ def stack(session: nox.Session, target: Target) -> None:
     with recorded(session, "stack", target.release) as result:
         python = of_target(session, target)
         wanted = (BACKEND_TESTS, HARNESS_TESTS, *((ENGINE_TESTS,) if target.engine else (IMPORT_TESTS, PORT_TESTS)))
-        left_out = () if target in SUPPORTED[-1:] else there(NEWEST_TESTS)
+        left_out = () if target in SUPPORTED[-1:] else there(*NEWEST_TESTS)
         paths = session.posargs or [one for one in must_be_there(session, result, *wanted) if one not in left_out]
         pytest(session, result, python, *paths, env=engine_env(target.release))
 
