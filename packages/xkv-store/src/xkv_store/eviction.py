@@ -144,14 +144,14 @@ class Chooser:
             return None  # damage in the index: recovery drops what it cannot parse
         if not any(one == key and (own.family, own.generation) == (family, generation) for one, own in chunk):
             return None  # has left, was replaced or filed elsewhere since the snapshot
+        if view.held(chunk_key, chunk):
+            return None  # nor filed anew: what waits for its commit must be in the overlay as what it is
         filed = _filed(order_key)
         asked = max(self._recency.asked_at(tag) for tag in tags)
         if asked > filed:
             for one, own in chunk:
                 view.refile(one, own._replace(family=AGAIN | asked))
                 self._hands[1].makes_room(pack_order_key(AGAIN | asked, own.position, own.generation))
-            return None
-        if view.held(chunk_key, chunk):
             return None
         for tag in tags:
             self._recency.left(tag, filed, again=family >= AGAIN)
