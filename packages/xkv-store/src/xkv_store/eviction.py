@@ -55,7 +55,7 @@ class _Hand:
     end: bytes
     at: bytes = field(init=False)
     ahead: deque[tuple[bytes, bytes]] = field(default_factory=deque)
-    seen: int = 0  # entries of this pass
+    seen: int = 0  # entries of this pass, but for those of others than may leave
 
     def __post_init__(self) -> None:
         self.at = self.begin
@@ -72,11 +72,11 @@ class _Hand:
                 return None
         return self.ahead[0]
 
-    def pass_on(self) -> None:
-        """The entry is dealt with."""
+    def pass_on(self, *, counts: bool) -> None:
+        """The entry is dealt with. Where it `counts` not, those that do may all stand behind many such."""
         order_key, _ = self.ahead.popleft()
         self.at = order_key + b"\0"
-        self.seen += 1
+        self.seen += counts
 
     def makes_room(self, order_key: bytes) -> None:
         """An entry has come here: what was fetched from behind it is fetched again."""
@@ -117,8 +117,9 @@ class Chooser:
                 continue
             budget.left -= 1
             order_key, key = hand.ahead[0]
-            hand.pass_on()
-            chunk = self._consider(view, order_key, key) if key.startswith(self._only) else None
+            may_leave = key.startswith(self._only)
+            hand.pass_on(counts=may_leave)
+            chunk = self._consider(view, order_key, key) if may_leave else None
             if chunk:
                 return chunk
         return None
