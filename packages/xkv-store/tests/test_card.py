@@ -247,6 +247,36 @@ def test_ranks_share_an_entry_and_those_from_64_on_have_their_own(make: Make) ->
     assert found == (2, 0b100001)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_replacement_that_waits_for_its_commit_is_not_filed_anew_with_its_chunk(make: Make, fails: bool) -> None:
+    """It would not be in the table once it is committed; and its slots would be lost where the commit fails."""
+    driver = make()
+    for rank in (0, 1):
+        put(driver, 1, rank=rank)
+    driver.card.touch([key_of(1).tag])
+    new = driver.begin(key_of(1, 1), PAYLOAD, family=2, replacing=True)
+    assert isinstance(new, PutPlan)
+    driver.write(new, data_of(2))
+    driver.card.finish_put(new, None)
+    flying = [driver.begin(key_of(number), PAYLOAD) for number in range(100, 113)]
+    assert driver.begin(key_of(99), PAYLOAD) is PutRefusal.SHED
+    driver.tick()  # a hand comes by the other rank's object, which was asked for
+    if fails:
+        assert driver.fail_commit(MediumError(errno.ENOSPC, "no room")) == [new]
+        driver.tick(2_000)
+    driver.commit()
+    assert driver.card.table.get(key_of(1).tag) == ((2, 0b01) if fails else (new.generation, 0b11))
+    for plan in flying:
+        assert isinstance(plan, PutPlan)
+        driver.card.finish_put(plan, MediumError(errno.EIO, "broken"))
+    for _ in range(4):
+        driver.settle(2 * GRACE_MS)
+    used = driver.card.status()["objects"]
+    assert driver.card.slots() == {"free": 16 - used, "in_flight": 0, "used": used, "limbo": 0}
+    driver.crash()
+    assert driver.card.slots() == {"free": 16 - used, "in_flight": 0, "used": used, "limbo": 0}
+
+
 # --- damage -----------------------------------------------------------------------------------------------------
 
 

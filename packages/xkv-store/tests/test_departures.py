@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from xkv_store.departures import FILE_NAME, RECORDED_MIN, TOLD_MAX, Departure, Departures, Reason
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Callable
 
 CARD = b"c" * 16
 KEYS = [number.to_bytes(56, "big") for number in range(4)]
@@ -137,6 +139,19 @@ def test_any_bytes_in_the_file_are_nothing_or_what_was_kept(clock: Clock, tmp_pa
     (tmp_path / FILE_NAME).unlink()
     (tmp_path / FILE_NAME).symlink_to(tmp_path / "elsewhere")
     assert loaded(tmp_path, clock, boots=5).of(KEYS[0]) == ([], [])
+
+
+@pytest.mark.timeout(10)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_nothing_and_is_not_waited_for(
+    clock: Clock, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / FILE_NAME)
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    assert loaded(tmp_path, clock, boots=5).since_ms == (1_000, 1_000)
+    assert len(list(Path("/proc/self/fd").iterdir())) == held
+    made(clock).save(tmp_path, CARD, 5)
+    assert loaded(tmp_path, clock, boots=6).since_ms == ((0, 0) if make is os.mkfifo else (1_000, 1_000))
 
 
 def test_where_it_cannot_be_kept_nothing_else_happens(clock: Clock, tmp_path: Path) -> None:

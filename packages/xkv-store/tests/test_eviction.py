@@ -212,6 +212,15 @@ def test_one_namespace_alone() -> None:
     assert card.evict(steps=50, chooser=own) is None
 
 
+def test_a_namespace_alone_leaves_however_many_others_stand_before_it() -> None:
+    card = FakeCard()
+    for number in range(PASS_ENTRIES_MAX + 10):
+        card.add(key_of(number), number)
+    last = key_of(PASS_ENTRIES_MAX + 9)
+    own = Chooser(card.recency, only=last.encode())
+    assert card.evict(steps=2 * PASS_ENTRIES_MAX, chooser=own) == [last]
+
+
 def test_an_empty_order_ends_at_once() -> None:
     card = FakeCard()
     assert card.evict() is None

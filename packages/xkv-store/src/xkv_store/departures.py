@@ -245,8 +245,12 @@ class Departures:
 def _read(path: Path) -> bytes | None:
     bytes_max = _HEADER.size + (LEFT_MAX + REFUSED_MAX) * _WORDS * _WORD_BYTES + _CHECKSUM_BYTES
     try:
-        with open(open_private(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123  a descriptor
-            packed = file.read(bytes_max + 1)
+        fd = open_private(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe of that name must not hold up the start
+        try:
+            with open(fd, "rb", closefd=False) as file:  # closed below, also where this refuses a folder
+                packed = file.read(bytes_max + 1)
+        finally:
+            os.close(fd)
     except (OSError, UserError):
         return None
     is_whole = _HEADER.size + _CHECKSUM_BYTES <= len(packed) <= bytes_max and packed.startswith(_MAGIC)

@@ -55,7 +55,7 @@ class _Hand:
     end: bytes
     at: bytes = field(init=False)
     ahead: deque[tuple[bytes, bytes]] = field(default_factory=deque)
-    seen: int = 0  # entries of this pass
+    seen: int = 0  # entries of this pass, but for those of others than may leave
 
     def __post_init__(self) -> None:
         self.at = self.begin
@@ -72,11 +72,11 @@ class _Hand:
                 return None
         return self.ahead[0]
 
-    def pass_on(self) -> None:
-        """The entry is dealt with."""
+    def pass_on(self, *, counts: bool) -> None:
+        """The entry is dealt with. Where it `counts` not, those that do may all stand behind many such."""
         order_key, _ = self.ahead.popleft()
         self.at = order_key + b"\0"
-        self.seen += 1
+        self.seen += counts
 
     def makes_room(self, order_key: bytes) -> None:
         """An entry has come here: what was fetched from behind it is fetched again."""
@@ -117,8 +117,9 @@ class Chooser:
                 continue
             budget.left -= 1
             order_key, key = hand.ahead[0]
-            hand.pass_on()
-            chunk = self._consider(view, order_key, key) if key.startswith(self._only) else None
+            may_leave = key.startswith(self._only)
+            hand.pass_on(counts=may_leave)
+            chunk = self._consider(view, order_key, key) if may_leave else None
             if chunk:
                 return chunk
         return None
@@ -144,14 +145,14 @@ class Chooser:
             return None  # damage in the index: recovery drops what it cannot parse
         if not any(one == key and (own.family, own.generation) == (family, generation) for one, own in chunk):
             return None  # has left, was replaced or filed elsewhere since the snapshot
+        if view.held(chunk_key, chunk):
+            return None  # nor filed anew: what waits for its commit must be in the overlay as what it is
         filed = _filed(order_key)
         asked = max(self._recency.asked_at(tag) for tag in tags)
         if asked > filed:
             for one, own in chunk:
                 view.refile(one, own._replace(family=AGAIN | asked))
                 self._hands[1].makes_room(pack_order_key(AGAIN | asked, own.position, own.generation))
-            return None
-        if view.held(chunk_key, chunk):
             return None
         for tag in tags:
             self._recency.left(tag, filed, again=family >= AGAIN)
