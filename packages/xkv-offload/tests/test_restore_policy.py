@@ -242,6 +242,21 @@ def test_a_probe_of_which_nothing_is_heard_says_nothing() -> None:
         assert not world.policy.allows(f"n{number}", key(0))
 
 
+def test_a_probe_that_loads_nothing_does_not_keep_others_from_it() -> None:
+    """As where none of its windows is on the card, or its objects cannot be read: it is computed, and then answers."""
+    world = World()
+    world.slow_down()
+    world.rate = 100_000.0
+    world.now += 1.1
+    assert world.policy.allows("chatty", key(0))
+    assert world.request() == 0
+    world.now += PROBE_SECONDS_MAX + 1
+    assert world.request() == 0
+    world.now += 1.1
+    assert [bool(world.request()) for _ in range(3)] == [True] * 3, "two fast probes, then all"
+    world.policy.request_ended("chatty")
+
+
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_probe_is_whole_where_a_shorter_prefix_may_have_no_window(windows: bool) -> None:
     world = World(windows=windows)

@@ -96,6 +96,7 @@ class _Probe:
     """A request that is restored to see how fast that is: the first chunks of its prefix, by group."""
 
     req_id: str
+    chosen: float
     chunks: dict[int, set[bytes]] = field(default_factory=dict)
 
 
@@ -202,9 +203,14 @@ class RestorePolicy:
             if not self._is_known() or self._restore_seconds() <= SLOWER * self._computed.seconds_each:
                 return True
             self._turn(computing=True)
-        if self._probe is not None or self._loading or self._clock() < self._next_probe:
+        now = self._clock()
+        probe = self._probe
+        if probe is not None and probe.req_id not in self._loading and now - probe.chosen > PROBE_SECONDS_MAX:
+            self._end_probe()  # it loads nothing, and may answer for hours
             return False
-        self._probe = _Probe(req_id)
+        if probe is not None or self._loading or now < self._next_probe:
+            return False
+        self._probe = _Probe(req_id, now)
         self._probes += 1
         self._forget_restores()
         return True
