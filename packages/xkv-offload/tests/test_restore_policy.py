@@ -43,6 +43,7 @@ class World:
     totals: dict[int, Totals] = field(default_factory=dict)
     requests: int = 0
     windows: bool = False
+    loads_in_steps: bool = False
 
     def __post_init__(self) -> None:
         self.policy = RestorePolicy(
@@ -51,6 +52,7 @@ class World:
                 WINDOW: ChunkFacts(CHUNK_TOKENS, CHUNK_TOKENS * TOKEN_BYTES, is_prefix=not self.windows),
             },
             stages=[Stage(self.loaded)],
+            loads_in_steps=self.loads_in_steps,
             clock=lambda: self.now,
         )
 
@@ -153,6 +155,22 @@ def test_small_steps_beside_answers_say_nothing_of_prompts() -> None:
     for _ in range(5):
         world.request()
     assert world.request() == 0
+
+
+@pytest.mark.parametrize("loads_in_steps", [False, True])
+def test_a_step_that_waits_for_a_load_is_not_slow_computing(loads_in_steps: bool) -> None:
+    """Under vLLM's sync_load_budget_bytes; else loads run beside steps, and these are the only ones that are seen."""
+    world = World(rate=1_000.0, loads_in_steps=loads_in_steps)
+    for _ in range(STEPS_MIN):
+        world.compute()
+    for number in range(4):
+        world.policy.load_begins(f"s{number}", [key(one) for one in range(16)])
+        world.policy.step_begins(2_048)
+        world.move(16 * CHUNK_TOKENS, world.rate)
+        world.now += 2_048 / PREFILL
+        world.policy.step_ends()
+        world.policy.load_ended(f"s{number}")
+    assert world.policy.allows("next", key(0)) is not loads_in_steps
 
 
 def test_an_answer_holds_for_the_request_and_goes_with_it() -> None:

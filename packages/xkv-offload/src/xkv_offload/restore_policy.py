@@ -104,9 +104,15 @@ class RestorePolicy:
     """`when_faster`. Everything is restored until enough is measured."""
 
     def __init__(
-        self, *, chunks: Mapping[int, ChunkFacts], stages: Sequence[Stage], clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        chunks: Mapping[int, ChunkFacts],
+        stages: Sequence[Stage],
+        loads_in_steps: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chunks`: by vLLM's group number."""
+        """`chunks`: by vLLM's group number; `loads_in_steps`: a step may wait for loads before it computes."""
+        self._loads_in_steps = loads_in_steps
         self._chunks = chunks
         self._stages = stages
         self._clock = clock
@@ -129,8 +135,9 @@ class RestorePolicy:
     # -- what vLLM does -------------------------------------------------------------------------------------
 
     def step_begins(self, prompt_tokens: int) -> None:
-        """A step is scheduled."""
-        self._steps.begin(prompt_tokens, self._clock())
+        """A step is scheduled. One that may wait for loads says nothing of the pace of prompts."""
+        waits = self._loads_in_steps and bool(self._loading)
+        self._steps.begin(0 if waits else prompt_tokens, self._clock())
 
     def step_ends(self) -> None:
         """The oldest scheduled step has been executed."""
