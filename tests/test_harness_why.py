@@ -6,6 +6,9 @@ If this goes, nothing shows any more that the command asks for the keys that an 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +185,24 @@ def test_what_became_of_a_chunk_in_the_middle(card: Card) -> None:
     assert (code, answer["verdict"], answer["about"]["hit_tokens"]) == (1, "purged", 2 * CHUNK), answer
     card.stored(tokens=prompt(tokens=40, seed=24))
     assert card.why("--namespace", own)[1]["verdict"] == "purged"
+
+
+def test_a_program_gets_json_alone_where_importing_vllm_logs(card: Card) -> None:
+    own = card.stored()
+    (card.folder / "tokens").write_text(" ".join(map(str, TOKENS)))
+    extra = card.rig.gateway.extra
+    words = ["--port", str(extra["xkv.port"]), "--socket-dir", str(extra["xkv.socket_dir"]), "--namespace", own]
+    done = subprocess.run(
+        [sys.executable, "-m", "xkv_offload.why", *words, "--tokens", str(card.folder / "tokens"), "--json"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["verdict"] == "held"
 
 
 def test_windows_need_their_last_chunk_alone(card: Card) -> None:

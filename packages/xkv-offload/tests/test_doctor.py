@@ -252,7 +252,7 @@ def test_what_this_vllm_does_not_read_is_refused_with_what_to_type() -> None:
     assert found.severity is Severity.FAULT
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "/no/such/file", '{"kv_connector_extra_config": 3}', "x" * 5_000])
+@pytest.mark.parametrize("text", ["{", "[]", "/no/such/file", '{"kv_connector_extra_config": 3}', "x" * 5_000, '{"a":' * 99_999])
 def test_what_is_no_configuration_is_the_user_s_mistake(text: str) -> None:
     with pytest.raises(UserError, match="--config"):
         transfer_config.read_transfer_config(text)
@@ -336,9 +336,10 @@ def test_a_model_is_read_from_its_folder_and_from_inside_a_larger_one(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps({"text_config": LLAMA, "dtype": "float16"}))
     read = model.read_model(tmp_path)
     assert (read["num_hidden_layers"], read["dtype"]) == (32, "float16")
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="--model"):
-        model.read_model(tmp_path / "config.json")
+    for text in ("[]", "[" * 99_999):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match="--model"):
+            model.read_model(tmp_path / "config.json")
     with pytest.raises(UserError, match="--model"):
         model.read_model(tmp_path / "none")
 

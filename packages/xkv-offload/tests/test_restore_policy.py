@@ -43,6 +43,7 @@ class World:
     totals: dict[int, Totals] = field(default_factory=dict)
     requests: int = 0
     windows: bool = False
+    loads_in_steps: bool = False
 
     def __post_init__(self) -> None:
         self.policy = RestorePolicy(
@@ -51,6 +52,7 @@ class World:
                 WINDOW: ChunkFacts(CHUNK_TOKENS, CHUNK_TOKENS * TOKEN_BYTES, is_prefix=not self.windows),
             },
             stages=[Stage(self.loaded)],
+            loads_in_steps=self.loads_in_steps,
             clock=lambda: self.now,
         )
 
@@ -155,6 +157,22 @@ def test_small_steps_beside_answers_say_nothing_of_prompts() -> None:
     assert world.request() == 0
 
 
+@pytest.mark.parametrize("loads_in_steps", [False, True])
+def test_a_step_that_waits_for_a_load_is_not_slow_computing(loads_in_steps: bool) -> None:
+    """Under vLLM's sync_load_budget_bytes; else loads run beside steps, and these are the only ones that are seen."""
+    world = World(rate=1_000.0, loads_in_steps=loads_in_steps)
+    for _ in range(STEPS_MIN):
+        world.compute()
+    for number in range(4):
+        world.policy.load_begins(f"s{number}", [key(one) for one in range(16)])
+        world.policy.step_begins(2_048)
+        world.move(16 * CHUNK_TOKENS, world.rate)
+        world.now += 2_048 / PREFILL
+        world.policy.step_ends()
+        world.policy.load_ended(f"s{number}")
+    assert world.policy.allows("next", key(0)) is not loads_in_steps
+
+
 def test_an_answer_holds_for_the_request_and_goes_with_it() -> None:
     world = World()
     assert world.policy.allows("early", key(0))
@@ -240,6 +258,21 @@ def test_a_probe_of_which_nothing_is_heard_says_nothing() -> None:
         world.policy.load_begins(f"p{number}", [key(0)])
         world.policy.load_ended(f"p{number}")
         assert not world.policy.allows(f"n{number}", key(0))
+
+
+def test_a_probe_that_loads_nothing_does_not_keep_others_from_it() -> None:
+    """As where none of its windows is on the card, or its objects cannot be read: it is computed, and then answers."""
+    world = World()
+    world.slow_down()
+    world.rate = 100_000.0
+    world.now += 1.1
+    assert world.policy.allows("chatty", key(0))
+    assert world.request() == 0
+    world.now += PROBE_SECONDS_MAX + 1
+    assert world.request() == 0
+    world.now += 1.1
+    assert [bool(world.request()) for _ in range(3)] == [True] * 3, "two fast probes, then all"
+    world.policy.request_ended("chatty")
 
 
 @pytest.mark.parametrize("windows", [False, True])

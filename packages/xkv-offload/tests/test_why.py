@@ -10,6 +10,7 @@ import pytest
 
 from xkv_offload import config as keys
 from xkv_offload.identity import Descriptor, adopt
+from xkv_offload.why import prompt
 from xkv_offload.why.expected import Launch, compared, expected
 from xkv_offload.why.prompt import Cut, CutGroup, cut_of, keys_of, places, read_tokens
 from xkv_store.errors import UserError
@@ -69,6 +70,29 @@ def test_an_identity_that_was_not_published_whole_is_said(changes: dict[str, Any
 def test_tokens_are_read_as_people_have_them(tmp_path: Path, text: str) -> None:
     (tmp_path / "tokens").write_text(text)
     assert read_tokens(tmp_path / "tokens") == [1, 2, 3]
+
+
+def test_a_mark_of_utf_8_is_no_part_of_the_first_token(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("1 2 3", encoding="utf-8-sig")
+    assert read_tokens(tmp_path / "tokens") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '["' + "a" * 300_000 + '"]', "a" * 300_000, "[" + "1" * 5_000 + "]"])
+def test_what_is_far_from_tokens_is_one_short_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokens").write_text(text)
+    with pytest.raises(UserError, match="no token id") as raised:
+        read_tokens(tmp_path / "tokens")
+    assert len(str(raised.value)) < 600 + len(str(tmp_path))
+
+
+def test_a_file_that_is_too_long_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its beginning would be another prompt, and its last token perhaps another one."""
+    monkeypatch.setattr(prompt, "FILE_BYTES_MAX", 8)
+    (tmp_path / "tokens").write_text("123 4567")
+    assert read_tokens(tmp_path / "tokens") == [123, 4567]
+    (tmp_path / "tokens").write_text("123 45678")
+    with pytest.raises(UserError, match="more than"):
+        read_tokens(tmp_path / "tokens")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "[1, true]", "[1.5]", "a b", "[1", "-4", "[99999999999]"])

@@ -102,6 +102,20 @@ def test_a_mistake_is_one_line_and_no_traceback(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_a_mistake_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-m", "xkv_store.cli", "ls", str(tmp_path / "none"), "--json"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as nobody:  # noqa: PTH123  a descriptor
+        done = subprocess.run(
+            command, env=environment, stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("xkv: ")
+
+
 def test_run_status_stop(tmp_path: Path, shell: Shell) -> None:
     place = ("--socket-dir", tmp_path / "sockets")
     with running_gateway(tmp_path) as gateway:

@@ -234,6 +234,7 @@ def test_a_chunk_needs_every_rank(xkv: Xkv, story: tuple[list[str], int]) -> Non
     assert why(xkv, story, *words)[0] == 0
     code, answer = why(xkv, story, *words, "--ranks", "2")
     assert (code, answer["verdict"]) == (1, "never_stored")
+    assert answer["what"] == "rank 1's object, where 1 of 2 ranks' are held: it was never stored on this card"
 
 
 def test_a_person_reads_it(story: tuple[list[str], int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,6 +96,7 @@ class _Probe:
     """A request that is restored to see how fast that is: the first chunks of its prefix, by group."""
 
     req_id: str
+    chosen: float
     chunks: dict[int, set[bytes]] = field(default_factory=dict)
 
 
@@ -103,9 +104,15 @@ class RestorePolicy:
     """`when_faster`. Everything is restored until enough is measured."""
 
     def __init__(
-        self, *, chunks: Mapping[int, ChunkFacts], stages: Sequence[Stage], clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        chunks: Mapping[int, ChunkFacts],
+        stages: Sequence[Stage],
+        loads_in_steps: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`chunks`: by vLLM's group number."""
+        """`chunks`: by vLLM's group number; `loads_in_steps`: a step may wait for loads before it computes."""
+        self._loads_in_steps = loads_in_steps
         self._chunks = chunks
         self._stages = stages
         self._clock = clock
@@ -128,8 +135,9 @@ class RestorePolicy:
     # -- what vLLM does -------------------------------------------------------------------------------------
 
     def step_begins(self, prompt_tokens: int) -> None:
-        """A step is scheduled."""
-        self._steps.begin(prompt_tokens, self._clock())
+        """A step is scheduled. One that may wait for loads says nothing of the pace of prompts."""
+        waits = self._loads_in_steps and bool(self._loading)
+        self._steps.begin(0 if waits else prompt_tokens, self._clock())
 
     def step_ends(self) -> None:
         """The oldest scheduled step has been executed."""
@@ -202,9 +210,14 @@ class RestorePolicy:
             if not self._is_known() or self._restore_seconds() <= SLOWER * self._computed.seconds_each:
                 return True
             self._turn(computing=True)
-        if self._probe is not None or self._loading or self._clock() < self._next_probe:
+        now = self._clock()
+        probe = self._probe
+        if probe is not None and probe.req_id not in self._loading and now - probe.chosen > PROBE_SECONDS_MAX:
+            self._end_probe()  # it loads nothing, and may answer for hours
             return False
-        self._probe = _Probe(req_id)
+        if probe is not None or self._loading or now < self._next_probe:
+            return False
+        self._probe = _Probe(req_id, now)
         self._probes += 1
         self._forget_restores()
         return True

@@ -181,6 +181,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
                 if size
             },
             stages=stages,
+            loads_in_steps=sync_loads.asked_for(view, self._features),
         )
 
     def _staging(self, reads: Reads, *, slots: Sequence[int], ranks: int) -> Staging:

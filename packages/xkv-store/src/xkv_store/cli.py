@@ -76,6 +76,15 @@ _USAGE_ERROR: Final = cast("type[Exception]", typer.BadParameter.__base__)
 def main(arguments: Sequence[str] | None = None, others: contributed.Commands | None = None) -> int:
     """Run one command; returns its exit code. The console script hands it to `sys.exit`. `others`: as of `program`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(words, others)
+    except BrokenPipeError:
+        # Whoever read us has enough; Python would complain again while it flushes at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+
+
+def _run(words: list[str], others: contributed.Commands | None) -> int:
     output = Output(json="--json" in words)
     try:
         code = program(words, others)(args=words, prog_name="xkv", standalone_mode=not output.json)
@@ -90,10 +99,6 @@ def main(arguments: Sequence[str] | None = None, others: contributed.Commands | 
         return EXIT_FAILURE
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read us has enough; Python would complain again while it flushes at the end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
     return code if isinstance(code, int) else 0
 
 

@@ -6,13 +6,14 @@ Must not know: options, what is printed, how hashes or identities come about.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from . import identities
 from .errors import UserError
 from .explanation import Explanation, Verdict, explain, held_elsewhere, other_identity
 from .geometry import NAMESPACE_BYTES
+from .key import ObjectKey
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,16 +61,22 @@ class Inquiry:
         return None if one is None else identities.parsed(one.descriptor)
 
     def chunk(self, keys: Sequence[bytes], *, generation: int | None = None) -> Explanation:
-        """Why a lookup of these objects, one of each rank, misses: the first that is not held tells."""
+        """Why a lookup of these objects, one of each rank, misses: the first that is not held tells.
+
+        It is said whose it is where another rank's is held.
+        """
         found = self._view.explain(keys)
         answers = [explain(one, found, generation=generation) for one in found.objects]
         first = next((number for number, one in enumerate(answers) if one.misses), 0)
         answer = answers[first]
-        if answer.verdict is not Verdict.NEVER_STORED:
-            return answer
-        neighbours = self.neighbours(keys[first])
-        if neighbours and neighbours[0].holds:
-            return held_elsewhere(neighbours[0].found, neighbours[0].namespace.hex())
+        if answer.verdict is Verdict.NEVER_STORED:
+            neighbours = self.neighbours(keys[first])
+            if neighbours and neighbours[0].holds:
+                answer = held_elsewhere(neighbours[0].found, neighbours[0].namespace.hex())
+        held = sum(not one.misses for one in answers)
+        if answer.misses and held:
+            whose = f"rank {ObjectKey.decode(keys[first]).rank}'s object, where {held} of {len(keys)} ranks' are held: "
+            answer = replace(answer, what=whose + answer.what)
         return answer
 
     def neighbours(self, key: bytes) -> list[Neighbour]:

@@ -92,7 +92,7 @@ def read_model(path: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as opened:
             value = json.loads(opened.read(FILE_BYTES_MAX))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--model {path}: no config.json can be read there ({error}); type its path") from error
     if not isinstance(value, dict):
         raise UserError(f"--model {path}: that is no model's configuration; type the path of its config.json")

@@ -47,7 +47,7 @@ def read_transfer_config(text: str) -> TransferConfig:
             ) from error
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--config is no JSON ({error}); type what --kv-transfer-config gets, in quotes") from error
     extra = value.get("kv_connector_extra_config", {}) if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(extra, dict):

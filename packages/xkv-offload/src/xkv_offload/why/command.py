@@ -4,8 +4,9 @@ Owns: the command that takes the place of the core's (ADR 0012); which namespace
 Must not know: how a card is asked, how an object's history is read (`xkv_store.inquiry`).
 """
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -216,7 +217,9 @@ def _wanted(launch: Launch) -> dict[str, object]:
     if launch == Launch():
         return {}
     try:
-        return expected(replace(launch, vllm=vllm_version_text()))
+        with redirect_stdout(sys.stderr):
+            version = vllm_version_text()
+        return expected(replace(launch, vllm=version))
     except (UnsupportedVLLM, BrokenVLLM, BadInput):
         return expected(launch)
 
@@ -331,7 +334,8 @@ class Prompt:
 def _asking_vllm() -> Iterator[None]:
     """UserError where the vLLM in this Python cannot be asked, for whatever reason."""
     try:
-        yield
+        with redirect_stdout(sys.stderr):  # importing some releases logs to stdout
+            yield
     except (UnsupportedVLLM, BrokenVLLM, BadInput, ValueError) as error:
         raise UserError(
             f"the hashes of tokens are vLLM's own, and the one in this Python cannot be asked for them ({error}): run "

@@ -16,6 +16,7 @@ from xkv_store.key import ObjectKey
 
 FILE_BYTES_MAX = 64 << 20  # a million tokens are some seven megabytes
 TOKEN_MAX = 2**31 - 1
+SHOWN_CHARS_MAX = 80  # of what is no token id
 _SEPARATORS = re.compile(r"[\s,]+")
 FULL_KINDS = ("FullAttentionSpec", "MLAAttentionSpec")
 """Kinds of layers that a hit needs every chunk of; of others (windows, states) it needs the last ones alone."""
@@ -44,16 +45,19 @@ def read_tokens(path: Path) -> list[int]:
     """Token ids from a file: a JSON list, or numbers between spaces, commas or line ends. Raises UserError."""
     try:
         with path.open("rb") as file:
-            text = file.read(FILE_BYTES_MAX).decode().strip()
+            read = file.read(FILE_BYTES_MAX + 1)
+        text = read.decode("utf-8-sig").strip()
     except (OSError, ValueError) as error:
         raise UserError(f"--tokens {path}: cannot be read ({error}); type a file of token ids") from error
+    if len(read) > FILE_BYTES_MAX:
+        raise UserError(f"--tokens {path}: more than {FILE_BYTES_MAX >> 20} MiB; give the tokens of one prompt")
     try:
         words: list[Any] = json.loads(text) if text.startswith("[") else [int(w) for w in _SEPARATORS.split(text) if w]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--tokens {path}: no token ids ({error}); a JSON list of numbers, or numbers alone") from error
     bad = [word for word in words if not isinstance(word, int) or isinstance(word, bool) or not 0 <= word <= TOKEN_MAX]
     if bad or not words:
-        what = f"{bad[0]!r} is no token id" if bad else "it is empty"
+        what = f"{repr(bad[0])[:SHOWN_CHARS_MAX]} is no token id" if bad else "it is empty"
         raise UserError(f"--tokens {path}: {what}; give the ids that the engine gets, special ones included")
     return words
 
