@@ -724,7 +724,7 @@ def test_what_was_submitted_is_stored_before_the_worker_ends(
 def test_an_engine_that_only_asks_for_loads_leaves_the_interpreter_to_the_copies(
     gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not one that has a step to run, or waits for no load."""
+    """But not one that has a step to run, or can be told of a job, or waits for no load."""
     pauses: list[float] = []
 
     class Pause(threading.Event):
@@ -747,6 +747,12 @@ def test_an_engine_that_only_asks_for_loads_leaves_the_interpreter_to_the_copies
         monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", 0.0)
         assert worker.get_finished() == []
         assert len(pauses) == 3, "a step ran in between"
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", DEADLINE_S)
+        worker.submit_store(2, whole(1, 1), spec([2]))
+        worker.wait({2})
+        assert [result.job_id for result in worker.get_finished()] == [2]
+        assert len(pauses) == 3, "a job had ended before it was asked for"
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", 0.0)
         gateway.let_go("get.before_read")
         assert finish(worker, 1).success
 
