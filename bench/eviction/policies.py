@@ -133,9 +133,9 @@ class Ours:
 
     # --- what `xkv_store.eviction.View` asks for ----------------------------------------------------------
 
-    def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+    def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
         """See View."""
-        return self._order.range_from(order_key, limit)
+        return [pair for pair in self._order.range_from(order_key, limit) if pair[0] < end]
 
     def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
         """See View."""

@@ -724,7 +724,7 @@ def test_what_was_submitted_is_stored_before_the_worker_ends(
 def test_an_engine_that_only_asks_for_loads_leaves_the_interpreter_to_the_copies(
     gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But not one that has a step to run, or waits for no load."""
+    """But not one that has a step to run, or can be told of a job, or waits for no load."""
     pauses: list[float] = []
 
     class Pause(threading.Event):
@@ -747,8 +747,43 @@ def test_an_engine_that_only_asks_for_loads_leaves_the_interpreter_to_the_copies
         monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", 0.0)
         assert worker.get_finished() == []
         assert len(pauses) == 3, "a step ran in between"
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", DEADLINE_S)
+        worker.submit_store(2, whole(1, 1), spec([2]))
+        worker.wait({2})
+        assert [result.job_id for result in worker.get_finished()] == [2]
+        assert len(pauses) == 3, "a job had ended before it was asked for"
+        monkeypatch.setattr(worker_module, "IDLE_STEP_SECONDS", 0.0)
         gateway.let_go("get.before_read")
         assert finish(worker, 1).success
+
+
+def test_loads_that_take_too_long_are_counted_once_however_often_vllm_asks(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = held_back(monkeypatch, "scatter")
+    slow, begun = HostMover.scatter, threading.Event()
+
+    def scatter(self: HostMover, move: Move) -> None:
+        begun.set()
+        slow(self, move)
+
+    monkeypatch.setattr(HostMover, "scatter", scatter)
+    with worker_on(tmp_path, load_timeout_s=0.01) as (worker, _):
+        store(worker, [1])
+        worker.submit_load(1, spec([1]), whole(5, 1))
+        assert begun.wait(DEADLINE_S)
+        worker.submit_load(2, spec([1]), whole(9, 1))  # the copy thread does not come to it
+        time.sleep(0.02)
+        for _ in range(5):
+            assert worker.get_finished() == []
+        go_on.set()
+        ended: list[Result] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while len(ended) < 2:
+            assert time.monotonic() < deadline
+            ended += worker.get_finished()
+        assert worker.context.failures.take() == set(range(9, 9 + BPC))
+        assert PROCESS_COUNTERS["load_timeouts"] == 2
 
 
 @every_gateway

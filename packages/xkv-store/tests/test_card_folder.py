@@ -564,6 +564,17 @@ def test_a_folder_or_a_fifo_for_a_database_is_one_line(options: CardOptions, tmp
         Card.open(any_of(options))
 
 
+def test_a_card_that_has_lost_everything_does_not_say_that_nothing_is_missing(options: CardOptions) -> None:
+    driver = CardDriver(options)
+    assert driver.card.departures.since_ms == (0, 0)
+    driver.close()
+    (options.folder / "index" / "data.mdb").unlink()  # and no slot has anything
+    driver = CardDriver(options)
+    assert driver.card.status()["index_rebuilt"]
+    assert all(driver.card.departures.since_ms)
+    driver.close()
+
+
 def test_an_index_that_is_no_folder_is_made_anew(options: CardOptions) -> None:
     filled(options).close()
     index = options.folder / "index"

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from xkv_store.eviction import PASS_ENTRIES_MAX, Budget, Chooser
+from xkv_store.eviction import ORDER_BATCH, PASS_ENTRIES_MAX, Budget, Chooser
 from xkv_store.key import ObjectKey
 from xkv_store.layout import AGAIN, Record, pack_order_key
 from xkv_store.recency import Recency
@@ -26,6 +26,7 @@ class FakeCard:
     order: list[tuple[bytes, bytes]] = field(default_factory=list)
     held_chunks: set[bytes] = field(default_factory=set)
     looks: int = 0
+    fetched: int = 0
     commits: bool = True
 
     def __post_init__(self) -> None:
@@ -48,10 +49,12 @@ class FakeCard:
         for number in numbers:
             self.recency.touch(key_of(number).tag)
 
-    def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+    def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
         self.looks += 1
         at = bisect_left(self.order, (order_key, b""))
-        return self.order[at : at + limit]
+        found = self.order[at : min(at + limit, bisect_left(self.order, (end, b"")))]
+        self.fetched += len(found)
+        return found
 
     def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
         return sorted((key, record) for key, record in self.records.items() if key[:-2] == chunk_key)
@@ -190,6 +193,20 @@ def test_work_is_bounded_by_the_budget() -> None:
     assert card.chooser.next_chunk(card, budget) is None
     assert budget.left == 0
     assert card.chooser.next_chunk(card, Budget(1_000)) is not None  # goes on where it was
+
+
+def test_where_one_part_is_empty_the_other_is_not_fetched_for_it_again_and_again() -> None:
+    card = FakeCard()
+    for number in range(500):
+        card.add(key_of(number), number)
+    for _ in range(2):  # all are of the second part, and were asked for again since
+        card.ask(*range(500))
+        card.recency.advance(card.recency.now + 1)
+        budget = Budget(500)
+        card.fetched = 0
+        card.chooser.next_chunk(card, budget)
+    assert not budget.left
+    assert card.fetched <= 500 + 2 * ORDER_BATCH
 
 
 def test_a_place_that_an_object_no_longer_has_is_passed_over() -> None:

@@ -1,10 +1,13 @@
 """Fragments: pieces cover what was asked for, and a sealed slot proves itself and nothing else."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xkv_store import fragment as fragment_module
 from xkv_store.errors import CorruptObject
 from xkv_store.fragment import Identity, ObjectSlots, erase, filled, hold, pieces, prove
 from xkv_store.geometry import HEADER_BYTES, Geometry
@@ -143,6 +146,20 @@ def test_swapped_slots_are_noticed() -> None:
 def test_what_a_header_says_beside_its_identity_is_no_fault() -> None:
     other_place = Identity(b"u" * 16, b"k" * 40, 7, 17_000, 30, 40)
     ObjectSlots(IDENTITY, GEOMETRY).prove([sealed(1, other_place)], 1)
+
+
+def test_what_was_filed_elsewhere_since_is_proved_with_one_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is every object which is asked for often."""
+    payloads: list[int] = []
+
+    def counting(payload: memoryview) -> int:
+        payloads.append(len(payload))
+        return checksum(payload)
+
+    monkeypatch.setattr(fragment_module, "checksum", counting)
+    slots = [sealed(number) for number in range(FRAGMENTS)]
+    ObjectSlots(replace(IDENTITY, family=1 << 63 | 9, position=5), GEOMETRY).prove(slots, 0)
+    assert len(payloads) == FRAGMENTS
 
 
 def test_slots_hold_the_fragments_that_were_sealed_in_them() -> None:

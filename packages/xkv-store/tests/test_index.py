@@ -72,6 +72,7 @@ def test_the_order_follows_every_change(index: Index) -> None:
     assert index.order_from(b"", 10) == expected
     assert index.order_from(b"", 1) == expected[:1]
     assert index.order_from(expected[0][0] + b"\0", 10) == expected[1:]
+    assert index.order_from(b"", 10, expected[-1][0]) == expected[:-1]
     assert index.counts() == (2, 2)
 
 

@@ -155,7 +155,7 @@ class Loads:
 
     def expire(self, jobs: Iterable[Job], now: float) -> None:
         """Give up the loads whose deadline has passed. The lock is held."""
-        late = [job for job in jobs if not job.is_store and not job.done.is_set() and now > job.deadline]
+        late = [job for job in jobs if not (job.is_store or job.done.is_set() or job.cancelled) and now > job.deadline]
         if late:
             self._context.count("load_timeouts", len(late))
             self.give_up(late)

@@ -215,7 +215,8 @@ class XkvWorker:
         with self._lock:
             self._ended.clear()
             is_loading = any(not job.is_store and not job.done.is_set() for job in self._jobs.values())
-        if is_loading and time.monotonic() - self._asked < IDLE_STEP_SECONDS:
+            has_news = any(job.done.is_set() for job in self._jobs.values())
+        if is_loading and not has_news and time.monotonic() - self._asked < IDLE_STEP_SECONDS:
             self._ended.wait(PAUSE_SECONDS)
 
     def _begin(self, job_id: int, *, is_store: bool, objects: int, req_id: str = "") -> Job:

@@ -325,7 +325,7 @@ def _open(options: CardOptions, lock_fd: int, *, rebuild_index: bool) -> Opened:
     if rebuilt:  # lives are counted anew
         with suppress(OSError):
             (folder / DEPARTURES).unlink()
-    is_new = meta.generation_ceiling == GENERATIONS_PER_CEILING
+    is_new = not rebuilt and meta.generation_ceiling == GENERATIONS_PER_CEILING
     departures = Departures.load(folder, card_uuid=one.card_uuid, boots=meta.boots, slots=slots_total, is_new=is_new)
     return Opened(
         lock_fd,

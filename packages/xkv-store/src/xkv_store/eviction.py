@@ -25,8 +25,8 @@ PASS_ENTRIES_MAX = 2_048  # then a hand begins anew: what was held is free, what
 class View(Protocol):
     """What the choice needs to see of the card, and the one thing that it does to it."""
 
-    def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """(order key, object key) from `order_key` on."""
+    def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
+        """(order key, object key) from `order_key` to before `end`."""
 
     def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
         """The present objects of a chunk."""
@@ -65,8 +65,7 @@ class _Hand:
         if not self.ahead:
             if self.seen >= PASS_ENTRIES_MAX:
                 self.rewind()
-            found = view.order_from(self.at, ORDER_BATCH)
-            self.ahead.extend(pair for pair in found if pair[0] < self.end)
+            self.ahead.extend(view.order_from(self.at, ORDER_BATCH, self.end))
             if not self.ahead:
                 self.rewind()
                 return None

@@ -23,6 +23,7 @@ from .layout import (
     SlotHeaders,
     checksum,
     parse_slot_header,
+    place_in_slot_header,
 )
 
 if TYPE_CHECKING:
@@ -111,19 +112,24 @@ class ObjectSlots:
     def __init__(self, identity: Identity, geometry: Geometry) -> None:
         self._identity = identity
         self._geometry = geometry
-        header = SlotHeader(
-            identity.key,
-            0,
-            geometry.fragments(identity.length),
-            0,
-            identity.generation,
-            identity.length,
-            0,
-            identity.card_uuid,
-            identity.family,
-            identity.position,
+        self._place = identity.family, identity.position
+        self._made = self._make_headers()
+
+    def _make_headers(self) -> SlotHeaders:
+        identity, fragments = self._identity, self._geometry.fragments(self._identity.length)
+        return SlotHeaders(
+            SlotHeader(
+                identity.key,
+                0,
+                fragments,
+                0,
+                identity.generation,
+                identity.length,
+                0,
+                identity.card_uuid,
+                *self._place,
+            )
         )
-        self._made = SlotHeaders(header)
 
     def seal(self, slots: Sequence[memoryview], first_fragment: int) -> list[memoryview]:
         """Make the headers of the fragments from `first_fragment` on, whose payloads are in `slots`, in place.
@@ -140,7 +146,13 @@ class ObjectSlots:
         return views
 
     def prove(self, slots: Sequence[memoryview], first_fragment: int) -> None:
-        """As `prove`. Headers are made anew and compared; where one differs, `prove` says why, or that it may."""
+        """As `prove`. Headers are made anew and compared; where one differs, `prove` says why, or that it may.
+
+        Its place in the order of eviction may be another by now than when it was sealed: it is taken from the slots.
+        """
+        if (place := place_in_slot_header(slots[0])) != self._place:
+            self._place = place
+            self._made = self._make_headers()
         ends = self._payload_ends(len(slots), first_fragment)
         headers = self._headers(slots, ends, first_fragment)
         for fragment, (slot, header) in enumerate(zip(slots, headers, strict=True), first_fragment):

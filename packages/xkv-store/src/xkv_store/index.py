@@ -219,13 +219,13 @@ class Index:
         with self._lock, _Reading(self._folder), self._read().cursor(self._objects) as cursor:
             return list(islice(cursor.iternext(), limit)) if cursor.set_range(key) else []
 
-    def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
-        """(order key, object key) of the next `limit` objects in the order of eviction, from `order_key` on."""
+    def order_from(self, order_key: bytes, limit: int, end: bytes | None = None) -> list[tuple[bytes, bytes]]:
+        """(order key, object key) of the next `limit` objects in the order of eviction, from `order_key` to `end`."""
         found: list[tuple[bytes, bytes]] = []
         with self._lock, _Reading(self._folder), self._read().cursor(self._order) as cursor:
             if cursor.set_range(order_key):
                 for pair in cursor.iternext():
-                    if len(found) == limit:
+                    if len(found) == limit or (end is not None and pair[0] >= end):
                         break
                     found.append(pair)
         return found

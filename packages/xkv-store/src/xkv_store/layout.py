@@ -208,6 +208,12 @@ def parse_slot_header(data: Buffer) -> SlotHeader:
     )
 
 
+def place_in_slot_header(data: Buffer) -> tuple[int, int]:
+    """(family, position) in the bytes of a slot header, whatever else they are."""
+    _, _, family, position = _HEADER_BACK.unpack_from(data, _HEADER_FRONT.size)
+    return family, position
+
+
 _HEADER_FRONT = struct.Struct("<8sHBBIIIQQQ")
 _HEADER_NUMBERS = struct.Struct("<IIIQQQ")  # the end of _HEADER_FRONT
 _HEADER_NUMBERS_AT = _HEADER_FRONT.size - _HEADER_NUMBERS.size

@@ -236,9 +236,9 @@ class Present:
     busy_chunks: Container[bytes]  # with an object that is being put, or not yet committed
     pinned: Container[int]  # generations that are being read
 
-    def order_from(self, order_key: bytes, limit: int) -> list[tuple[bytes, bytes]]:
+    def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
         """(order key, object key) of the next committed objects."""
-        return self.index.order_from(order_key, limit)
+        return self.index.order_from(order_key, limit, end)
 
     def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
         """The present objects of a chunk."""
