@@ -378,6 +378,9 @@ def test_a_card_that_others_may_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     found = card_findings(tmp_path)["card"]
     assert (found.severity, found.remedy) == (Severity.FAULT, f"chmod go-w {tmp_path}")
+    tmp_path.chmod(0o1777)
+    found = card_findings(tmp_path)["card"]
+    assert (found.severity, "chmod" in found.remedy) == (Severity.FAULT, False), "as /tmp, which is everybody's"
 
 
 def test_a_read_only_card(tmp_path: Path) -> None:

@@ -105,7 +105,9 @@ def _examine_rights(facts: FolderFacts, *, uid: int) -> Finding:
         return fault("card", what, _SERVES, remedy)
     if status is not None and status.st_mode & OTHERS_WRITE:
         what = f"others may write to the card's folder {folder} (mode {stat.S_IMODE(status.st_mode):04o})"
-        return fault("card", what, "a gateway refuses it", f"chmod go-w {folder}")
+        is_everybodys = status.st_mode & stat.S_ISVTX  # on purpose, as /tmp
+        remedy = "name a folder of its own with --card or xkv.path" if is_everybodys else f"chmod go-w {folder}"
+        return fault("card", what, "a gateway refuses it", remedy)
     if facts.is_read_only:
         mount = "mount it for writing (mount -o remount,rw), or name a folder elsewhere with --card or xkv.path"
         return fault("card", f"the file system of {folder} is read-only", "nothing can be stored", mount)
