@@ -245,7 +245,7 @@ class Departures:
 def _read(path: Path) -> bytes | None:
     bytes_max = _HEADER.size + (LEFT_MAX + REFUSED_MAX) * _WORDS * _WORD_BYTES + _CHECKSUM_BYTES
     try:
-        with open(open_private(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123  a descriptor
+        with open(open_private(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123  a descriptor
             packed = file.read(bytes_max + 1)
     except (OSError, UserError):
         return None
