@@ -252,7 +252,9 @@ def test_what_this_vllm_does_not_read_is_refused_with_what_to_type() -> None:
     assert found.severity is Severity.FAULT
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "/no/such/file", '{"kv_connector_extra_config": 3}', "x" * 5_000, '{"a":' * 99_999])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "/no/such/file", '{"kv_connector_extra_config": 3}', "x" * 5_000, '{"a":' * 99_999]
+)
 def test_what_is_no_configuration_is_the_user_s_mistake(text: str) -> None:
     with pytest.raises(UserError, match="--config"):
         transfer_config.read_transfer_config(text)

@@ -46,7 +46,7 @@ def test_nobody_is_told_to_take_from_others_what_they_are_to_have(tmp_path: Path
     everybodys = tmp_path / "everybodys"
     everybodys.mkdir()
     everybodys.chmod(0o1777)
-    with pytest.raises(UserError, match="mode 1777.*; give a folder of its own"):
+    with pytest.raises(UserError, match=r"mode 1777.*; give a folder of its own"):
         lock_folder(everybodys, create=True)
     everybodys.chmod(0o777)
     with pytest.raises(UserError, match=f"type: chmod go-w {everybodys}"):
