@@ -265,6 +265,7 @@ def test_after_a_kill_it_is_said_that_some_is_not_known(xkv: Xkv, tmp_path: Path
         code, (answer,) = xkv("why", "--socket", gateway.ready["socket"], *by_key(2))
     assert (code, answer["verdict"]) == (1, "never_stored")
     assert "what left before then is not known any more" in answer["what"]
+    assert answer["follows"] == "no store of it came since then; of before, nothing can be said"
 
 
 @pytest.mark.parametrize(
