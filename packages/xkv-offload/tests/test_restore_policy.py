@@ -260,6 +260,22 @@ def test_a_probe_of_which_nothing_is_heard_says_nothing() -> None:
         assert not world.policy.allows(f"n{number}", key(0))
 
 
+def test_probes_whose_reads_come_too_late_for_a_load_are_rarer_each_time() -> None:
+    """Where hits are verified first, a read that takes too long is a miss: nothing is loaded, and all waited for it."""
+    world = World()
+    world.slow_down()
+    waited = []
+    names = (f"w{number}" for number in itertools.count())
+    for _ in range(4):
+        begun = world.now
+        while not world.policy.allows(name := next(names), key(0)):
+            world.now += 0.25
+        waited.append(world.now - begun)
+        world.move(256, 100.0, moved=False)
+        world.policy.request_ended(name)
+    assert waited == pytest.approx([1.0, 2.0, 4.0, 8.0], abs=0.3)
+
+
 def test_a_probe_that_loads_nothing_does_not_keep_others_from_it() -> None:
     """As where none of its windows is on the card, or its objects cannot be read: it is computed, and then answers."""
     world = World()

@@ -37,3 +37,17 @@ def test_a_folder_that_is_not_there_or_no_folder_is_said(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot use"):
         lock_folder(tmp_path / "file", create=True)
+
+
+def test_nobody_is_told_to_take_from_others_what_they_are_to_have(tmp_path: Path) -> None:
+    """A device, and a folder like /tmp: without others' right to write, much else on the machine does not run."""
+    with pytest.raises(UserError, match="Not a directory"):
+        lock_folder(Path(os.devnull), create=False)
+    everybodys = tmp_path / "everybodys"
+    everybodys.mkdir()
+    everybodys.chmod(0o1777)
+    with pytest.raises(UserError, match=r"mode 1777.*; give a folder of its own"):
+        lock_folder(everybodys, create=True)
+    everybodys.chmod(0o777)
+    with pytest.raises(UserError, match=f"type: chmod go-w {everybodys}"):
+        lock_folder(everybodys, create=True)

@@ -116,6 +116,20 @@ def test_a_mistake_that_nobody_reads_is_no_traceback(tmp_path: Path) -> None:
     assert line.startswith("xkv: ")
 
 
+@pytest.mark.parametrize("words", [["ls", "none", "--json"], ["doctor", "--no-bandwidth"]])
+def test_a_full_disk_under_standard_output_is_one_line(tmp_path: Path, words: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
+    command = [sys.executable, "-m", "xkv_store.cli", *words]
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+            cwd=tmp_path,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "standard output cannot be written: No space left on device" in done.stderr.splitlines()[-1]
+
+
 def test_run_status_stop(tmp_path: Path, shell: Shell) -> None:
     place = ("--socket-dir", tmp_path / "sockets")
     with running_gateway(tmp_path) as gateway:

@@ -257,6 +257,21 @@ def test_a_card_that_nobody_serves_says_what_was_purged_there(xkv: Xkv, tmp_path
     assert (code, answer["verdict"]) == (1, "purged")
 
 
+def test_what_was_published_does_nothing_to_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another user's engine may publish what it likes."""
+    other = copy.deepcopy(IDENTITY)
+    other["facts"]["model"]["model"] = "\x1b]0;gone\x07\x1b[2Jorg/large"
+    with serving(tmp_path) as (gateway, peer):
+        publish(gateway, (OWN, json.dumps(IDENTITY)), (SMALL, json.dumps(other)))
+        put(peer, 1)
+        place = ["--socket", gateway.ready["socket"]]
+        assert cli.main(["why", *place, "--namespace", OWN.hex(), "--other", SMALL.hex()]) == 1
+        assert cli.main(["namespaces", *place]) == 0
+    text = capsys.readouterr().out
+    assert text.count("org/large") == 2
+    assert not set(text) & {"\x1b", "\x07"}
+
+
 def test_after_a_kill_it_is_said_that_some_is_not_known(xkv: Xkv, tmp_path: Path) -> None:
     with serving(tmp_path) as (gateway, peer):
         put(peer, 1)
@@ -265,6 +280,7 @@ def test_after_a_kill_it_is_said_that_some_is_not_known(xkv: Xkv, tmp_path: Path
         code, (answer,) = xkv("why", "--socket", gateway.ready["socket"], *by_key(2))
     assert (code, answer["verdict"]) == (1, "never_stored")
     assert "what left before then is not known any more" in answer["what"]
+    assert answer["follows"] == "no store of it came since then; of before, nothing can be said"
 
 
 @pytest.mark.parametrize(

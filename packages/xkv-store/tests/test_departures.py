@@ -139,6 +139,9 @@ def test_any_bytes_in_the_file_are_nothing_or_what_was_kept(clock: Clock, tmp_pa
     (tmp_path / FILE_NAME).unlink()
     (tmp_path / FILE_NAME).symlink_to(tmp_path / "elsewhere")
     assert loaded(tmp_path, clock, boots=5).of(KEYS[0]) == ([], [])
+    (tmp_path / FILE_NAME).unlink()
+    os.mkfifo(tmp_path / FILE_NAME)
+    assert loaded(tmp_path, clock, boots=5).of(KEYS[0]) == ([], []), "and nobody is waited for"
 
 
 @pytest.mark.timeout(10)

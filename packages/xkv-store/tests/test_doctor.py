@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from xkv_store import cli, contributed, sockets
 from xkv_store.doctor import findings as said
@@ -378,6 +379,9 @@ def test_a_card_that_others_may_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     found = card_findings(tmp_path)["card"]
     assert (found.severity, found.remedy) == (Severity.FAULT, f"chmod go-w {tmp_path}")
+    tmp_path.chmod(0o1777)
+    found = card_findings(tmp_path)["card"]
+    assert (found.severity, "chmod" in found.remedy) == (Severity.FAULT, False), "as /tmp, which is everybody's"
 
 
 def test_a_read_only_card(tmp_path: Path) -> None:
@@ -419,6 +423,30 @@ def test_databases_that_lead_nowhere_or_are_not_ours(tmp_path: Path) -> None:
     first, second = folders.examine_databases(facts, uid=os.geteuid())
     assert f"uid {os.geteuid() + 7} has made" in first.what
     assert "may not be written" in second.what
+
+
+@pytest.mark.parametrize(
+    ("version", "said"), [(2, "format version 2; this program knows version 1"), (0, "is not a database of a card")]
+)
+def test_a_card_that_no_gateway_of_this_release_takes(tmp_path: Path, version: int, said: str) -> None:
+    """Of a newer release, or spoilt."""
+    with running_gateway(tmp_path) as gateway:
+        gateway.signal(signal.SIGTERM)
+        assert gateway.wait() == 0
+    card = tmp_path / "card"
+    assert "database" not in card_findings(card)
+    with (card / "db-0.xkv").open("r+b") as file:
+        for offset in (0, 4_096):
+            block = bytearray(os.pread(file.fileno(), 4_096, offset))
+            block[:10] = block[:8] + version.to_bytes(2, "little") if version else bytes(10)
+            block[4_088:] = xxh3_64_intdigest(block[:4_088]).to_bytes(8, "little")
+            os.pwrite(file.fileno(), block, offset)
+    found = card_findings(card)["database"]
+    assert (found.severity, said in found.what) == (Severity.FAULT, True), found
+    assert "another folder" in found.remedy or "another path" in found.remedy
+    (card / "db-0.xkv").unlink()
+    os.mkfifo(card / "db-0.xkv")
+    assert "neither a file nor a block device" in card_findings(card)["database"].what
 
 
 def test_a_file_system_without_direct_io(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,7 +172,7 @@ class RestorePolicy:
         """The request is over; its load may not be."""
         self._answers.pop(req_id, None)
         if self._probe is not None and self._probe.req_id == req_id and req_id not in self._loading:
-            self._end_probe()
+            self._give_up_probe()
 
     def reset(self) -> None:
         """Nothing more is heard of the loads that are under way."""
@@ -213,7 +213,7 @@ class RestorePolicy:
         now = self._clock()
         probe = self._probe
         if probe is not None and probe.req_id not in self._loading and now - probe.chosen > PROBE_SECONDS_MAX:
-            self._end_probe()  # it loads nothing, and may answer for hours
+            self._give_up_probe()  # and it may answer for hours
             return False
         if probe is not None or self._loading or now < self._next_probe:
             return False
@@ -288,9 +288,7 @@ class RestorePolicy:
         if not any(self._restored):
             self._end_probe()  # nobody has said how fast it was
             return
-        if self._restore_seconds() > self._computed.seconds_each:
-            self._fast_probes = 0
-            self._probe_seconds = min(2 * self._probe_seconds, PROBE_SECONDS_MAX)
+        if self._was_slow():
             self._end_probe()
             return
         self._fast_probes += 1
@@ -298,6 +296,21 @@ class RestorePolicy:
         self._next_probe = 0.0
         if self._fast_probes >= PROBES_MIN:
             self._turn(computing=False)
+
+    def _give_up_probe(self) -> None:
+        """It loads nothing. What was read to verify its hits may have been slow, and too late, all the same."""
+        self._measure()
+        if any(self._restored):
+            self._was_slow()
+        self._end_probe()
+
+    def _was_slow(self) -> bool:
+        """Whether what was measured since the probe began is slower than computing: then the next comes later."""
+        if self._restore_seconds() <= self._computed.seconds_each:
+            return False
+        self._fast_probes = 0
+        self._probe_seconds = min(2 * self._probe_seconds, PROBE_SECONDS_MAX)
+        return True
 
     def _end_probe(self) -> None:
         self._probe = None

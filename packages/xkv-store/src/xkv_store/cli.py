@@ -23,7 +23,7 @@ from . import (
     commands_why,
     contributed,
 )
-from .console import Output
+from .console import Output, UnwritableError
 from .errors import MediumError, PeerError, UserError
 
 if TYPE_CHECKING:
@@ -78,8 +78,10 @@ def main(arguments: Sequence[str] | None = None, others: contributed.Commands | 
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _run(words, others)
-    except BrokenPipeError:
-        # Whoever read us has enough; Python would complain again while it flushes at the end.
+    except (BrokenPipeError, UnwritableError) as error:
+        if isinstance(error, UnwritableError):
+            Output(json=False).error(str(error))
+        # Else whoever read us has enough; Python would complain again while it flushes at the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILURE
 

@@ -18,6 +18,7 @@ from .card_view import CardView, viewing
 from .commands_gateway import Json, PortOrElse, SocketDir, SocketPath, named_socket, path_option
 from .console import Output, key_fields
 from .errors import UserError
+from .identities import printable
 from .progress import progress
 from .selection import Selection
 from .sizes import format_size
@@ -137,7 +138,7 @@ def _stands_for(descriptor: str) -> str:
         "blocks per chunk ": _dug(facts, "blocks_per_chunk"),
     }
     told = [f"{name}{word}" for name, word in words.items() if isinstance(word, str | int)]
-    return " ".join(", ".join(told).split()) or "(see --json)"
+    return printable(" ".join(", ".join(told).split())) or "(see --json)"
 
 
 def _dug(value: Any, *names: str) -> Any:

@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import PeerError
+from .errors import PeerError, XkvError
 from .key import ObjectKey
+
+
+class UnwritableError(XkvError):
+    """Nothing more can be said to whoever reads standard output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,12 @@ class Output:
 
     def value(self, value: Mapping[str, Any], text: str) -> None:
         """Say one thing: the value to a program, the text to a person."""
-        print(json.dumps(value, sort_keys=True) if self.json else text, flush=True)
+        try:
+            print(json.dumps(value, sort_keys=True) if self.json else text, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UnwritableError(f"standard output cannot be written: {error.strerror}") from error
 
     def table(self, value: Mapping[str, Any], title: str) -> None:
         """Say a (possibly nested) mapping as a table of two columns."""

@@ -179,7 +179,9 @@ def _never(one: ObjectHistory, found: Histories) -> Explanation:
     counts = found.refused.get(one.namespace, {})
     shed = sum(counts.values())
     follows = (
-        f"{shed} stores of its namespace came to nothing since the gateway's start" if shed else "no store of it came"
+        f"of its namespace's stores, {shed} came to nothing since the gateway's start"
+        if shed
+        else "no store of it came"
     )
     remedy = (
         "ask that it was computed by an engine that stores (kv_role), and what that one shed itself: "
@@ -188,6 +190,8 @@ def _never(one: ObjectHistory, found: Histories) -> Explanation:
     if not since_ms:
         return Explanation(Verdict.NEVER_STORED, "it was never stored on this card", follows, remedy)
     what = f"it was not stored since {at(since_ms)}, and what left before then is not known any more"
+    if not shed:
+        follows = "no store of it came since then; of before, nothing can be said"
     return Explanation(Verdict.NEVER_STORED, what, follows, remedy)
 
 

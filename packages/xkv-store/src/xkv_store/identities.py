@@ -106,12 +106,17 @@ def look_at(found: Sequence[Difference]) -> str:
     return found[0].look_at if found else ""
 
 
+def printable(text: str) -> str:
+    """What somebody else has published, so that a terminal shows it and does nothing else."""
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
 def shortened(value: object) -> str:
     """A value as text, of a bounded length."""
     if value is _ABSENT:
         return "-"
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
-    text = text or '""'
+    text = printable(text) or '""'
     return text if len(text) <= TEXT_CHARS_MAX else f"{text[: TEXT_CHARS_MAX - 1]}…"
 
 

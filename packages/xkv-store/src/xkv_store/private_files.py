@@ -34,9 +34,14 @@ def check_no_link(path: Path) -> None:
 
 def check_folder(folder: Path) -> None:
     """UserError where others than the owner may put files into the folder. OSError."""
-    mode = stat.S_IMODE(folder.stat().st_mode)
+    status = folder.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    mode = stat.S_IMODE(status.st_mode)
     if mode & _OTHERS_WRITE:
-        raise UserError(f"the folder {folder} can be written by others (mode {mode:04o}); type: chmod go-w {folder}")
+        # What everybody may write on purpose, as /tmp, is not to be taken from them.
+        remedy = "give a folder of its own" if mode & stat.S_ISVTX else f"type: chmod go-w {folder}"
+        raise UserError(f"the folder {folder} can be written by others (mode {mode:04o}); {remedy}")
 
 
 def database_path(path: Path) -> Path:

@@ -1,7 +1,7 @@
 """The card's folder: who has it, what its names lead to, what is left on its file system, and O_DIRECT.
 
 Owns: looking at a card from outside, opening nothing for writing, and what that means for whoever serves it.
-Must not know: what is in a database or an index, sockets, engines.
+Must not know: what is in a database or an index (but for whether a gateway of this release takes it), sockets, engines.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ..database import aligned  # noqa: TID252  the package may have another name
+from ..database import aligned, read_superblock  # noqa: TID252  the package may have another name
+from ..errors import UserError  # noqa: TID252
 from ..geometry import IO_STEP_BYTES  # noqa: TID252
 from ..sizes import format_size  # noqa: TID252
 from .findings import fault, note, ok, warning
@@ -32,12 +33,16 @@ REFUSES_DIRECT: Final = (errno.EINVAL, errno.ENOTSUP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatabaseFacts:
-    """One name `db-N.xkv` of a card. `link_uid`: who made the link, where it is one; `target`: what is there."""
+    """One name `db-N.xkv` of a card. `link_uid`: who made the link, where it is one; `target`: what is there.
+
+    `refused`: why no gateway of this release takes what is there; None where one does.
+    """
 
     path: Path
     link_uid: int | None
     target: os.stat_result | None
     writable: bool
+    refused: UserError | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +110,9 @@ def _examine_rights(facts: FolderFacts, *, uid: int) -> Finding:
         return fault("card", what, _SERVES, remedy)
     if status is not None and status.st_mode & OTHERS_WRITE:
         what = f"others may write to the card's folder {folder} (mode {stat.S_IMODE(status.st_mode):04o})"
-        return fault("card", what, "a gateway refuses it", f"chmod go-w {folder}")
+        is_everybodys = status.st_mode & stat.S_ISVTX  # on purpose, as /tmp
+        remedy = "name a folder of its own with --card or xkv.path" if is_everybodys else f"chmod go-w {folder}"
+        return fault("card", what, "a gateway refuses it", remedy)
     if facts.is_read_only:
         mount = "mount it for writing (mount -o remount,rw), or name a folder elsewhere with --card or xkv.path"
         return fault("card", f"the file system of {folder} is read-only", "nothing can be stored", mount)
@@ -119,7 +126,7 @@ def _examine_rights(facts: FolderFacts, *, uid: int) -> Finding:
 
 
 def examine_databases(facts: FolderFacts, *, uid: int) -> list[Finding]:
-    """Whether each database is there, and is that user's."""
+    """Whether each database is there, is that user's, and of a format that this release knows."""
     found = []
     for one in facts.databases:
         if one.link_uid is not None and one.link_uid not in (uid, 0):
@@ -129,6 +136,8 @@ def examine_databases(facts: FolderFacts, *, uid: int) -> list[Finding]:
         elif not one.writable:
             what = f"the database {os.path.realpath(one.path)} may not be written by this user"
             remedy = f"chown {uid} {os.path.realpath(one.path)}, or the device's group in SupplementaryGroups="
+        elif one.refused is not None:
+            what, _, remedy = str(one.refused).rpartition(": ")
         else:
             continue
         found.append(fault("database", what, "no gateway of this user can serve the card", remedy))
@@ -174,11 +183,17 @@ def examine_direct(facts: FolderFacts, served: bool | None) -> Finding:
 
 def _database(path: Path) -> DatabaseFacts:
     own = path.lstat()
+    refused = None
+    try:
+        read_superblock(path)
+    except UserError as error:
+        refused = error
     return DatabaseFacts(
         path=path,
         link_uid=own.st_uid if stat.S_ISLNK(own.st_mode) else None,
         target=path.stat() if path.exists() else None,
         writable=os.access(path, os.R_OK | os.W_OK),
+        refused=refused,
     )
 
 
@@ -193,7 +208,7 @@ def _writes_directly(folder: Path) -> bool | None:
 
 def _tried(path: Path, flags: int, move: Move) -> bool | None:
     try:
-        fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)  # a pipe would wait
         try:
             move(fd, aligned(IO_STEP_BYTES))
         finally:
