@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+import json
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from xkv_offload import config as keys
 from xkv_offload.identity import Descriptor, adopt
 from xkv_offload.why import prompt
+from xkv_offload.why.command import engine_namespace
 from xkv_offload.why.expected import Launch, compared, expected
 from xkv_offload.why.prompt import Cut, CutGroup, cut_of, keys_of, places, read_tokens
+from xkv_store.contents import HeldNamespace
 from xkv_store.errors import UserError
+from xkv_store.explanation import Verdict
 from xkv_store.identities import differences, in_words, parsed
+from xkv_store.inquiry import Inquiry
 from xkv_store.key import ObjectKey
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from xkv_store.card_view import CardView
 
 FACTS: dict[str, Any] = {
     "model": {"model": "org/small", "hash_algorithm": "sha256", "cache_dtype": "auto"},
@@ -137,6 +144,30 @@ def test_a_configuration_that_fits_differs_in_nothing() -> None:
 def test_the_field_that_a_configuration_has_otherwise_is_named(changes: dict[str, Any], word: str) -> None:
     found = compared(expected(replace(FULL, **changes)), published(weights="given:w"))
     assert [one.words for one in found] == [word]
+
+
+@dataclass(frozen=True)
+class View:
+    """A card of which only this is known."""
+
+    published: dict[bytes, str]
+
+    def namespaces(self) -> list[HeldNamespace]:
+        return [HeldNamespace(namespace, descriptor=text) for namespace, text in self.published.items()]
+
+
+def test_a_launchs_own_namespace_is_an_engines_where_it_is_named() -> None:
+    """Its own prompts are hit there: what an engine with LoRA adapters stored is asked about like any other's."""
+    own = published(engine="engine-1")
+    inquiry = Inquiry(cast("CardView", View({b"o" * 16: json.dumps(own)})))
+    found, answer = engine_namespace(inquiry, Launch(), (b"o" * 16).hex())
+    assert (found, answer.verdict) == (b"o" * 16, Verdict.HELD)
+    found, answer = engine_namespace(inquiry, Launch(cache_dtype="fp8"), (b"o" * 16).hex())
+    assert (found, answer.verdict) == (None, Verdict.OTHER_IDENTITY)
+    assert "launch" not in [one.path for one in answer.differences]
+    found, answer = engine_namespace(inquiry, Launch(cache_dtype="auto"), None)
+    assert found is None
+    assert "launch" in [one.path for one in answer.differences]
 
 
 def test_a_launchs_own_identity_fits_no_configuration() -> None:

@@ -178,7 +178,8 @@ def engine_namespace(inquiry: Inquiry, launch: Launch, named: str | None) -> tup
     """
     if named is not None:
         own = inquiry.named("--namespace", commands_why.digits_of("--namespace", named))
-        differing = compared(_wanted(launch), inquiry.identity_of(own))
+        # That it is its launch's own says nothing against the launch that is meant.
+        differing = [one for one in compared(_wanted(launch), inquiry.identity_of(own)) if one.path != "launch"]
         if differing:
             return None, other_identity(differing, what=f"namespace {own.hex()}")
         return own, _same(own)
