@@ -7,10 +7,13 @@ Must not know: what happened before.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from harness.engine import Engine
+
+GIVEN_BACK_S_MAX = 2.0
 
 # Where each keeps what is under way, as far as a release has the place at all; empty at rest.
 _SCHEDULER = {
@@ -54,10 +57,19 @@ def left(engine: Engine) -> list[str]:
         found += _left("worker's connector", rank.connector.connector_worker, _CONNECTOR_WORKER)
         found += _left("worker", rank.worker, _WORKER)
         found += [f"rank {rank.rank} waits for loads {sorted(rank.loads)}"] if rank.loads else []
-        client = rank.worker.context.client
-        for region in (client.lease_budget, client.store_region):
-            found += [f"{region.count - region.free} slots are not free"] if region.free != region.count else []
-    return found
+    return found + _slots(engine)
+
+
+def _slots(engine: Engine) -> list[str]:
+    """Slots that are not given back soon: the threads that do it come after what vLLM is told."""
+    end = time.monotonic() + GIVEN_BACK_S_MAX
+    while True:
+        clients = [rank.worker.context.client for rank in engine.ranks]
+        regions = [region for client in clients for region in (client.lease_budget, client.store_region)]
+        found = [f"{one.count - one.free} slots are not free" for one in regions if one.free != one.count]
+        if not found or time.monotonic() > end:
+            return found
+        time.sleep(0.002)
 
 
 def _left(who: str, holder: Any, places: set[str]) -> list[str]:
