@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from harness import release
 from harness.shapes import Shape, full, mla
 from harness.story import prompt
-from xkv_offload.metrics import COUNTERS, HISTOGRAMS, LABELLED, metric_name
+from xkv_offload.metrics import COUNTERS, HISTOGRAMS, LABELLED, METRIC_PREFIX, metric_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
 pytest_plugins = ("harness.fixtures",)
 
+PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 ENGINE_LABELS = {"model_name": "m", "engine": "0"}
 SHAPE = Shape(groups=(full(),), blocks=64, blocks_per_chunk=2)
 TOKENS = prompt(tokens=16 * 8, seed=5)
@@ -180,3 +183,11 @@ def test_a_request_waits_where_hits_are_verified_first(rig: Rig) -> None:
     assert endpoint.value("load_objects_total") > 0
     assert (endpoint.value("wait_seconds_count") > 0) is verified
     assert (endpoint.value("lookup_pending_total") > 0) is verified
+
+
+def test_the_page_lists_all_with_labels_and_texts() -> None:
+    rows = re.findall(rf"^\| `{METRIC_PREFIX}(\w+)` \| (.*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    wanted = {f"{name}_total": ("", text) for name, (text, _) in COUNTERS.items()}
+    wanted |= {f"{name}_total": (f"`{one.label}`: {', '.join(one.of)}", one.text) for name, one in LABELLED.items()}
+    wanted |= {name: ("", one.text) for name, one in HISTOGRAMS.items()}
+    assert {name: (labels, text) for name, labels, text in rows} == wanted

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from xkv_offload import metrics
-from xkv_offload.metrics import COUNTERS, HISTOGRAMS, LABELLED, METRIC_PREFIX, WORKER_COUNTERS, Increments, Makers
+from xkv_offload.metrics import COUNTERS, HISTOGRAMS, LABELLED, WORKER_COUNTERS, Increments, Makers
 from xkv_store.control import COUNTERS_PER_RANK
 
-PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 CHANNEL = {"labelled_stats": True, "histogram_stats": True}
 NEITHER = dict.fromkeys(CHANNEL, False)
 
@@ -32,14 +30,6 @@ class Stats:
 
     def observe_histogram(self, name: str, value: float) -> None:
         self.seen.append((name, value, ()))
-
-
-def test_the_page_lists_all_with_labels_and_texts() -> None:
-    rows = re.findall(rf"^\| `{METRIC_PREFIX}(\w+)` \| (.*?) \| (.*) \|$", PAGE.read_text(), re.MULTILINE)
-    wanted = {f"{name}_total": ("", text) for name, (text, _) in COUNTERS.items()}
-    wanted |= {f"{name}_total": (f"`{one.label}`: {', '.join(one.of)}", one.text) for name, one in LABELLED.items()}
-    wanted |= {name: ("", one.text) for name, one in HISTOGRAMS.items()}
-    assert {name: (labels, text) for name, labels, text in rows} == wanted
 
 
 def test_names_are_each_others_in_no_way_and_as_prometheus_wants_them() -> None:
