@@ -74,13 +74,14 @@ def test_counts_are_told_once_and_wild_ones_not_at_all(page: ControlPage) -> Non
 def test_a_new_life_of_the_gateway_is_seen(page: ControlPage) -> None:
     engine = ControlPage.attach(os.dup(page.fd), ranks=3)
     assert (engine.epoch, engine.boot_id, engine.draining) == (1, BOOT, False)
+    page.set_attached(3)
+    assert engine.serves(0)
     page.set_draining(True)
     assert engine.draining
+    assert not engine.serves(0)
     before_ns = time.monotonic_ns()
-    page.set_attached(3)
-    assert engine.is_complete()
     assert page.set_boot(b"n" * 16) == 2
-    assert not engine.is_complete(), "each has to come back"
+    assert not engine.serves(0), "each has to come back"
     assert (engine.epoch, engine.boot_id, engine.draining) == (2, b"n" * 16, False)
     assert engine.heartbeat_ns >= before_ns
     assert engine.identity == page.identity

@@ -109,9 +109,9 @@ def use(page: ControlPage) -> None:
     before = page.epoch
     page.set_boot(BOOT)
     assert (page.epoch, page.boot_id, page.draining) == ((before + 1) % 2**64, BOOT, False)
-    assert not page.is_complete()
+    assert not page.serves(0)
     page.set_attached(page.ranks)
-    assert page.is_complete()
+    assert page.serves(0)
     assert page.heartbeat_ns >= 0
     assert page.store_bytes() >= 0
     assert page.shed() >= 0

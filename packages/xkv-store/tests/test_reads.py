@@ -411,13 +411,13 @@ def test_a_full_queue_refuses_no_one_who_can_join_a_read(
 
 def test_the_control_page_says_whether_all_ranks_are_here(gateway: StepGateway) -> None:
     first = Rank(gateway, "e", 0)
-    assert not first.control.is_complete()
+    assert not first.control.serves(0)
     second = Rank(gateway, "e", 1)
-    assert first.control.is_complete()
+    assert first.control.serves(0)
     second.die()
-    assert not first.control.is_complete()
+    assert not first.control.serves(0)
     Rank(gateway, "e", 1)
-    assert first.control.is_complete()
+    assert first.control.serves(0)
 
 
 def test_a_copy_that_is_not_what_was_read_becomes_a_read_of_its_own(

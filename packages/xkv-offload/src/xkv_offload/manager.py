@@ -139,12 +139,12 @@ class XkvManager:
         begun = _clock()
         try:  # and not `_guarded`: of a thousand calls in a row each tenth of a microsecond shows
             answer = self._lookup(key, req_id)
+            times.step_seconds += _clock() - begun
+            waits = answer is self._words.pending
+            if waits or times.waiting:
+                times.answered(begun, req_id, waits=waits)
         except Exception:  # noqa: BLE001 - whatever it is, it must not reach vLLM
             answer = self._survive(self._lookup, self._miss)
-        times.step_seconds += _clock() - begun
-        waits = answer is self._words.pending
-        if waits or times.waiting:
-            times.answered(begun, req_id, waits=waits)
         return answer
 
     def _lookup(self, key: bytes, req_id: str) -> object:
@@ -265,14 +265,14 @@ class XkvManager:
         staged: tuple[tuple[StagedObject, ...], ...] = ()
         if self._staging is not None:
             staged = self._guarded(self._staging.take_for_load, staged, req_context.req_id, keys)
-        self._job_times.begin("load", keys)
+        self._guarded(self._job_times.begin, None, "load", keys)
         if self._policy is not None:
             self._guarded(self._policy.load_begins, None, req_context.req_id, keys)
         return XkvTransferSpec(namespace=self._namespace, keys=keys, req_id=req_context.req_id, staged=staged)
 
     def complete_load(self, keys: Collection[bytes], req_context: Any) -> None:
         """Says nothing about success; a failed load has left its denial."""
-        self._job_times.end("load", keys)
+        self._guarded(self._job_times.end, None, "load", keys)
         if self._staging is not None:
             self._guarded(self._staging.loaded, None, req_context.req_id, keys)
         if self._policy is not None:
@@ -288,7 +288,7 @@ class XkvManager:
         """Choose which of `keys` are stored: a subset, in order; never None (vLLM would ask again every step)."""
         nothing = XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_context.req_id)
         spec = self._guarded(self._choose, nothing, list(keys), req_context.req_id)
-        self._job_times.begin("store", spec.keys)
+        self._guarded(self._job_times.begin, None, "store", spec.keys)
         return self._words.prepare_store_output(keys_to_store=list(spec.keys), store_spec=spec, evicted_keys=[])
 
     def _choose(self, keys: list[bytes], req_id: str) -> XkvTransferSpec:
@@ -372,7 +372,7 @@ class XkvManager:
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
         """The bytes have left the GPU. That the card holds them is its own word alone."""
-        self._job_times.end("store", keys)
+        self._guarded(self._job_times.end, None, "store", keys)
         for key in keys:
             self._prepared_bytes.pop(key, None)
 
@@ -387,7 +387,7 @@ class XkvManager:
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request. One more store may come after this (0.26)."""
         self._requests.pop(req_context.req_id, None)
-        self._lookup_times.forget(req_context.req_id)
+        self._guarded(self._lookup_times.forget, None, req_context.req_id)
         self._live.discard(req_context.req_id)
         if self._staging is not None:
             self._guarded(self._staging.forget, None, req_context.req_id)
@@ -396,7 +396,7 @@ class XkvManager:
 
     def on_schedule_end(self, context: Any = None) -> None:
         """Hand the step's recency and reads to the gateway."""
-        self._lookup_times.end_step()
+        self._guarded(self._lookup_times.end_step, None)
         if self._staging is not None:
             self._guarded(self._staging.end_step, None)
         if self._touched:
@@ -444,7 +444,7 @@ class XkvManager:
         self._job_times.clear()
         self._requests.clear()
         if self._announced is not None:
-            self._announced.reset()
+            self._guarded(self._announced.reset, None)
         self._stale = set(self._live)
         if self._staging is not None:
             self._guarded(self._staging.reset, None)
@@ -460,7 +460,7 @@ class XkvManager:
     def get_stats(self) -> object | None:
         """What was counted and measured since the last call, by the ranks too; or None."""
         self._counts.add_workers(self._guarded(self._card.worker_counts, ()))
-        return self._counts.take(self._words.stats, self._words.features)
+        return self._guarded(self._counts.take, None, self._words.stats, self._words.features)
 
     def shutdown(self) -> None:
         """Detach from the gateway; nothing has to be saved."""

@@ -102,7 +102,7 @@ class ControlPage:
         first = self._rank_word(0, RANK_DENIED_OFFSET)
         self._denied_counts = self._words[first : first + ranks * _RANK_WORDS : _RANK_WORDS]
         self.serves: Callable[[int], bool] = _serves_in(self._words, ranks)
-        """Whether the gateway `works` since then (CLOCK_MONOTONIC, ns) and `is_complete`: in one step, for lookups."""
+        """Whether the gateway `works` since then (CLOCK_MONOTONIC, ns) and all ranks are here; for lookups."""
 
     @classmethod
     def create(cls, ranks: int, boot_id: bytes) -> ControlPage:
@@ -242,10 +242,6 @@ class ControlPage:
     def draining(self) -> bool:
         """The gateway takes no more work."""
         return bool(self._words[FLAGS_OFFSET // _WORD] & FLAG_DRAINING)
-
-    def is_complete(self) -> bool:
-        """All ranks of the engine are attached: what one of them lacks, none can load whole."""
-        return self._words[ATTACHED_OFFSET // _WORD] >= self.ranks
 
     def works(self, since_ns: int) -> bool:
         """The gateway's heart has beaten since then, and it takes work."""
