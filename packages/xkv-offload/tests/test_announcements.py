@@ -23,10 +23,10 @@ def test_stored_when_confirmed_and_removed_when_it_has_left() -> None:
     card = Card()
     card.told.stored([key(1), key(2)])
     assert card.poll() == []
-    card.holds |= {key(2)}
-    assert card.poll() == [(False, [2])]
     card.holds |= {key(1)}
     assert card.poll() == [(False, [1])]
+    card.holds |= {key(2)}
+    assert card.poll() == [(False, [2])]
     assert card.poll() == []
     card.holds -= {key(2)}
     assert card.poll() == [(True, [2])]
@@ -35,6 +35,26 @@ def test_stored_when_confirmed_and_removed_when_it_has_left() -> None:
     card.told.found(key(2))
     card.told.found(key(2))
     assert card.poll() == [(False, [2])]
+
+
+def test_a_prefix_before_what_follows_it_whatever_the_card_confirms_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    card = Card()
+    card.told.stored([key(1), key(2)])
+    card.told.stored([key(3)])
+    card.holds |= {key(2), key(3)}
+    assert card.poll() == []
+    card.holds |= {key(1)}
+    assert card.poll() == [(False, [1, 2, 3])]
+
+    card.told.stored([key(4), key(5)])
+    card.holds |= {key(5)}
+    assert card.poll() == []
+    now[0] += announcements.ORDERED_SECONDS
+    assert card.poll() == [(False, [5])], "one that may have failed is not waited for any longer"
+    card.holds |= {key(4)}
+    assert card.poll() == [(False, [4])]
 
 
 def test_what_is_never_confirmed_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +85,14 @@ def test_all_are_looked_at_in_turn_a_few_at_each_step() -> None:
     assert card.poll() == []
 
 
-def test_those_that_wait_do_not_keep_others_waiting() -> None:
+def test_those_that_wait_do_not_keep_others_waiting_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
     card = Card()
     card.told.stored([key(number) for number in range(2 * LOOKED_AT_MAX)])
     card.holds |= {key(2 * LOOKED_AT_MAX - 1)}
+    assert card.poll() == []
+    now[0] += announcements.ORDERED_SECONDS
     assert card.poll() == []
     assert card.poll() == [(False, [2 * LOOKED_AT_MAX - 1])]
 

@@ -13,6 +13,9 @@ from itertools import islice
 
 WAITING_MAX = 1 << 16  # stored, not yet confirmed; beyond it the oldest are announced when a lookup finds them
 WAITING_SECONDS = 10.0  # what is not confirmed by then has failed
+# What was stored later waits so long for it, since a prefix is stored before what follows it and the card confirms in
+# any order: a listener that builds a tree drops a chunk whose parent it has not heard of.
+ORDERED_SECONDS = 1.0
 ANNOUNCED_MAX = 1 << 18  # some 60 MB; beyond it the oldest are announced as removed: nobody looks after them any more
 LOOKED_AT_MAX = 128  # of those that wait, and of those announced, at each step: 0.3 ms at the most
 EVENT_KEYS_MAX = 1_024  # of one event
@@ -39,9 +42,9 @@ class Announcements:
 
     def stored(self, keys: Iterable[bytes]) -> None:
         """These are on their way to the card."""
-        until = time.monotonic() + WAITING_SECONDS
+        now = time.monotonic()
         for key in keys:
-            self._waiting[key] = until
+            self._waiting[key] = now
             self._waiting.move_to_end(key)
         while len(self._waiting) > WAITING_MAX:
             self._waiting.popitem(last=False)
@@ -58,14 +61,16 @@ class Announcements:
     def poll(self) -> list[News]:
         """What is new since the last call. To be asked once in a step, while the card's gateway is there."""
         now = time.monotonic()
-        for key, until in list(islice(self._waiting.items(), LOOKED_AT_MAX)):
+        for key, since in list(islice(self._waiting.items(), LOOKED_AT_MAX)):
             is_held = self._held(key)
             if is_held:
                 self.found(key)
-            if is_held or until <= now:
+            if is_held or since + WAITING_SECONDS <= now:
                 del self._waiting[key]
-            else:
+            elif since + ORDERED_SECONDS <= now:
                 self._waiting.move_to_end(key)
+            else:
+                break
         for key in list(islice(self._announced, LOOKED_AT_MAX)):
             if self._held(key):
                 self._announced.move_to_end(key)
