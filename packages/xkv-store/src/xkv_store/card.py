@@ -41,7 +41,7 @@ __all__ = ["Card", "CardOptions", "CommitBatch", "GetPlan", "PutPlan", "PutRefus
 log = logging.getLogger(__name__)
 
 LIMBO_SHARE_MAX = 4  # limbo is at most this part (a quarter) of the slots: a burst must not empty the card
-EVICTION_STEPS_MAX = 1_024  # entries of the order looked at in one call: about 5 ms
+EVICTION_STEPS_MAX = 1_024  # entries of the order looked at from one tick to the next, however many puts are refused
 COMMIT_RETRY_NS = 1_000_000_000  # after a failed commit: a full or failing device is not mended sooner
 TICK_SOON_NS = 1_000_000  # more to evict than one call may: come back soon, but let others go first
 PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or more, which keep a device busy
@@ -73,6 +73,7 @@ class Card:
         self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
         self._recency = Recency(self.slots_total, self.table, opened.generation)
         self._chooser = Chooser(self._recency)
+        self._budget, self._own_budget = Budget(EVICTION_STEPS_MAX), Budget(EVICTION_STEPS_MAX)
         self._flying: dict[bytes, PutPlan] = {}
         self._flying_slots = 0
         self._busy_chunks: Counter[bytes] = Counter()  # chunks with an object in flight or not yet committed
@@ -88,10 +89,9 @@ class Card:
         )
         self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
-        self._commit_after_ns = 0
+        self._commit_after_ns, self._logged_ns = 0, -LOG_INTERVAL_NS
         self.departures = opened.departures
         self._counters: Counter[str] = Counter()
-        self._logged_ns = -LOG_INTERVAL_NS
 
     @classmethod
     def open(cls, options: CardOptions) -> "Card":
@@ -155,7 +155,7 @@ class Card:
         account = self._accounts.of(namespace)
         if account.admits(slots, now_ns):
             return True
-        self._evict_own(account, now_ns, Budget(EVICTION_STEPS_MAX))
+        self._evict_own(account, now_ns, self._own_budget)
         return False
 
     def finish_put(self, plan: PutPlan, error: MediumError | None, now_ns: int | None = None) -> None:
@@ -250,16 +250,15 @@ class Card:
             self._give(ghost.record.extents)
             self._accounts.of(ghost.key[:NAMESPACE_BYTES]).limbo -= ghost.slots
             reached("limbo.released")
+        self._budget.left = self._own_budget.left = EVICTION_STEPS_MAX
         lacking = self._accounts.settle(now_ns)
         for account in lacking:
             self._evict_own(account, now_ns, Budget(max(STEPS_MIN, EVICTION_STEPS_MAX // len(lacking))))
         self._evict(now_ns)
         if (self._lacking_slots() > 0 or any(a.used and a.lacking_slots() > 0 for a in lacking)) and self._evictable():
             return TICK_SOON_NS
-        waits = []
         ends_ns = self._limbo.next_end_ns()
-        if ends_ns is not None:
-            waits.append(ends_ns - now_ns)
+        waits = [] if ends_ns is None else [ends_ns - now_ns]
         if len(self._limbo) or now_ns < self._commit_after_ns:
             waits.append(COMMIT_RETRY_NS)
         return max(TICK_SOON_NS, min(waits)) if waits else None
@@ -495,8 +494,8 @@ class Card:
         return self._used_slots > 0 and self._limbo_takes(1) and not self._overlay.full
 
     def _evict(self, now_ns: int) -> None:
-        """Send chunks to limbo until enough slots are free or on their way, within this call's bound."""
-        self._evict_while(self._lacking_slots, self._chooser, now_ns, Budget(EVICTION_STEPS_MAX))
+        """Send chunks to limbo until enough slots are free or on their way, within the tick's bound."""
+        self._evict_while(self._lacking_slots, self._chooser, now_ns, self._budget)
 
     def _evict_own(self, account: Account, now_ns: int, budget: Budget) -> None:
         """The same for a namespace's quota, with its own chunks."""

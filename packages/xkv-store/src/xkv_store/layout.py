@@ -279,6 +279,14 @@ def parse_record(data: Buffer) -> Record:
     return Record(generation, length, family, position, found)
 
 
+def order_key_of(packed: bytes) -> bytes:
+    """Where an object with this packed record stands in the order; its extents are not looked at. BadBytesError."""
+    if len(packed) < RECORD.size:
+        raise BadBytesError(f"a record of {len(packed)} bytes")
+    generation, _, family, position, _ = RECORD.unpack_from(packed)
+    return pack_order_key(family, position, generation)
+
+
 def pack_order_key(family: int, position: int, generation: int) -> bytes:
     """Where an object stands in the order of eviction: the latest chunk of a family comes first."""
     return ORDER_KEY.pack(family, POSITION_MAX - position, generation)
