@@ -33,6 +33,7 @@ from .plans import GetPlan, PutPlan, PutRefusal
 from .pressure import Pressure
 from .quotas import STEPS_MIN, Account, Accounts
 from .recency import Recency
+from .sparse_log import SparseLog
 from .table import CAPACITY_MIN, TableWriter
 from .testing.points import reached
 
@@ -46,7 +47,6 @@ COMMIT_RETRY_NS = 1_000_000_000  # after a failed commit: a full or failing devi
 TICK_SOON_NS = 1_000_000  # more to evict than one call may: come back soon, but let others go first
 PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or more, which keep a device busy
 TABLE_ENTRIES_PER_SLOT = 2  # half empty at most full: a probe or two for each lookup
-LOG_INTERVAL_NS = 10_000_000_000
 PURGE_LIMBO_SHARE = 2  # of what limbo takes, a purge leaves so much (half) to evictions and replacements
 
 
@@ -89,7 +89,8 @@ class Card:
         )
         self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
-        self._commit_after_ns, self._logged_ns = 0, -LOG_INTERVAL_NS
+        self._commit_after_ns = 0
+        self._sparse_log = SparseLog(log)
         self.departures = opened.departures
         self._counters: Counter[str] = Counter()
 
@@ -122,7 +123,7 @@ class Card:
         encoded = key.encode()
         if encoded in self._flying:
             return PutRefusal.BUSY
-        old = self._record(encoded)
+        old = self._record(encoded, key)
         if old is not None and not replace:
             self._recency.touch(key.tag)
             return PutRefusal.HELD
@@ -170,7 +171,7 @@ class Card:
             self._chunk_rests(plan.encoded_key)
             self._give(plan.extents)
             return
-        old = self._record(plan.encoded_key)
+        old = self._record(plan.encoded_key, plan.key)
         ghost = None
         if old is not None:
             self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
@@ -429,15 +430,13 @@ class Card:
         fragments = self.geometry.fragments(record.length)
         return GetPlan(key, encoded, *record[:4], fragments, record.extents)
 
-    def _record(self, encoded: bytes) -> Record | None:
-        """The present record of a key; an index that cannot be read makes a miss, counted."""
+    def _record(self, encoded: bytes, key: ObjectKey | None = None) -> Record | None:
+        """The present record; an index that cannot be read makes a miss. With `key` the lookup table is asked first."""
         try:
-            return self._overlay.record(encoded)
+            return self._overlay.record(encoded, committed=key is None or self.table.holds(key.tag, key.bit))
         except MediumError as error:
             self._counters["index_errors"] += 1
-            if self._pressure.now_ns - self._logged_ns >= LOG_INTERVAL_NS:
-                self._logged_ns = self._pressure.now_ns
-                log.warning("%s", error)
+            self._sparse_log.warning("%s", error)
             return None
 
     def _generation_left(self) -> bool:

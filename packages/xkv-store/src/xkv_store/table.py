@@ -101,6 +101,11 @@ class TableWriter:
         at = self._find(tag)
         return (self._words[at + 1], self._words[at + 2]) if self._words[at] == tag else None
 
+    def holds(self, tag: int, rank_bit: int) -> bool:
+        """Whether this rank holds the chunk."""
+        at = self._find(tag)
+        return self._words[at] == tag and bool(self._words[at + 2] & rank_bit)
+
     def ask(self, tag: int, stamp: int) -> tuple[int, int, int] | None:
         """Stamp the chunk `tag` as asked for; (generation, ranks, former stamp), or None where nobody holds it."""
         at = self._find(tag)
