@@ -143,7 +143,7 @@ class TableWriter:
         assert not self.entries
         if not len(tags):
             return
-        order = np.argsort(tags)  # in any order where they are equal: rows of one tag are joined alike
+        order = _order(tags)
         ordered = tags[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
         rows = np.zeros((len(starts), _ENTRY_WORDS), np.uint64)
@@ -287,6 +287,22 @@ def _lookup_in(words: memoryview, capacity: int) -> Callable[[int], Answer | Non
         return None
 
     return lookup
+
+
+def _order(tags: Words) -> npt.NDArray[np.uint64]:
+    """Rows by their tags, ascending; in any order where they are equal, since rows of one tag are joined alike.
+
+    Sorting numbers takes half of what sorting rows by them takes: a number is a tag's upper bits and its row. What the
+    lower bits would have put elsewhere is put right by a sort that is quick where nearly all is in its order.
+    """
+    row_bits = np.uint64(len(tags).bit_length())
+    packed = tags >> row_bits << row_bits | np.arange(len(tags), dtype=np.uint64)
+    packed.sort()
+    order: npt.NDArray[np.uint64] = packed & ((np.uint64(1) << row_bits) - np.uint64(1))
+    ordered = tags[order]
+    if (ordered[1:] < ordered[:-1]).any():
+        order = order[np.argsort(ordered, kind="stable")]
+    return order
 
 
 def _homes(tags: Words, capacity: int) -> npt.NDArray[np.int64]:
