@@ -109,7 +109,7 @@ def test(session: nox.Session) -> None:
         crossing = [path for path in there("tests/test_*.py") if path not in elsewhere]
         own = ("packages/xkv-store/tests", "compat/tests", "matrix/tests")
         paths = session.posargs or [*must_be_there(session, result, *own), *crossing]
-        pytest(session, result, python, *paths, env=MATRIX_ENV)
+        pytest(session, result, python, *paths, env=MATRIX_ENV, at_once=True)
 
 
 @nox.session
@@ -127,10 +127,16 @@ def stack(session: nox.Session, target: Target) -> None:
     """Tests of the backend, and real engines where they run on a CPU, with the release installed."""
     with recorded(session, "stack", target.release) as result:
         python = of_target(session, target)
-        wanted = (BACKEND_TESTS, HARNESS_TESTS, *((ENGINE_TESTS,) if target.engine else (IMPORT_TESTS, PORT_TESTS)))
-        left_out = () if target in SUPPORTED[-1:] else there(*NEWEST_TESTS)
-        paths = session.posargs or [one for one in must_be_there(session, result, *wanted) if one not in left_out]
-        pytest(session, result, python, *paths, env=engine_env(target.release))
+        env = engine_env(target.release)
+        if session.posargs:
+            pytest(session, result, python, *session.posargs, env=env)
+            return
+        without_engine = (BACKEND_TESTS, HARNESS_TESTS, *(() if target.engine else (IMPORT_TESTS, PORT_TESTS)))
+        pytest(session, result, python, *must_be_there(session, result, *without_engine), env=env, at_once=True)
+        if target.engine:
+            left_out = () if target in SUPPORTED[-1:] else there(*NEWEST_TESTS)
+            paths = [one for one in must_be_there(session, result, ENGINE_TESTS) if one not in left_out]
+            pytest(session, result, python, *paths, env=env)
 
 
 @nox.session

@@ -682,17 +682,20 @@ def test_a_store_that_is_waited_for_before_its_turn_comes_first(
     gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[int] = []
+    begun = threading.Event()
+    go_on = held_back(monkeypatch, "gather")
     real = HostMover.gather
 
     def gather(self: HostMover, move: Move) -> None:
         order.append(move.part.blocks[0])
+        begun.set()
         real(self, move)
 
     monkeypatch.setattr(HostMover, "gather", gather)
-    go_on = held_back(monkeypatch, "gather")
     with worker_on(tmp_path) as (worker, _):
         for job in range(3):
             worker.submit_store(job, whole(1 + 8 * job, 2), spec([2 * job, 2 * job + 1]))
+            assert begun.wait(DEADLINE_S)
         wait = threading.Thread(target=worker.wait, args=({2},))
         wait.start()
         deadline = time.monotonic() + DEADLINE_S
