@@ -35,6 +35,7 @@ TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
 # Tests that need a release: the backend's, its scheduler and connector driven without a model, and real engines.
 BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
+CALLS_TEST = "tests/test_harness_calls.py"  # last: it judges what all others have called
 ENGINE_TESTS = "tests/test_stack_*.py"
 # Those that take long for one thing, at which every release's harness looks.
 NEWEST_TESTS = ("tests/test_stack_adaptive.py", "tests/test_stack_eviction.py")
@@ -131,11 +132,14 @@ def stack(session: nox.Session, target: Target) -> None:
         if session.posargs:
             pytest(session, result, python, *session.posargs, env=env)
             return
-        without_engine = (BACKEND_TESTS, HARNESS_TESTS, *(() if target.engine else (IMPORT_TESTS, PORT_TESTS)))
-        pytest(session, result, python, *must_be_there(session, result, *without_engine), env=env, at_once=True)
-        if target.engine:
-            left_out = () if target in SUPPORTED[-1:] else there(*NEWEST_TESTS)
-            paths = [one for one in must_be_there(session, result, ENGINE_TESTS) if one not in left_out]
+        wanted = (BACKEND_TESTS, HARNESS_TESTS, *(() if target.engine else (IMPORT_TESTS, PORT_TESTS)))
+        left_out = (CALLS_TEST, *(() if target in SUPPORTED[-1:] else there(*NEWEST_TESTS)))
+        paths = [one for one in must_be_there(session, result, *wanted) if one not in left_out]
+        with tempfile.TemporaryDirectory(prefix="xkv-") as made:
+            env["XKV_CALLS"] = made
+            pytest(session, result, python, *paths, env=env, at_once=True)
+            last = (CALLS_TEST, *((ENGINE_TESTS,) if target.engine else ()))
+            paths = [one for one in must_be_there(session, result, *last) if one not in left_out[1:]]
             pytest(session, result, python, *paths, env=env)
 
 

@@ -629,7 +629,7 @@ def test_submits_take_less_than_a_millisecond(gateway: GatewayProcess, tmp_path:
             taken_s.append(time.perf_counter() - begun)
         taken_s.sort()
         assert taken_s[len(taken_s) // 2] < 0.001
-        assert taken_s[-1] < 1.0, "the machine's own pauses, not a disk's or a gateway's"
+        assert taken_s[-1] < DEADLINE_S / 2, "the machine's own pauses, not a disk's or a gateway's"
         finished: list[int] = []
         deadline = time.monotonic() + DEADLINE_S
         while len(finished) < 2 * jobs:
