@@ -151,6 +151,33 @@ def test_a_place_that_is_none_is_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@EACH
+@pytest.mark.parametrize("more", [[], ["--rebuild"], ["--drop"]], ids=" ".join)
+def test_a_folder_without_a_card_is_left_as_it_is(
+    name: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that was mistyped is somebody's: nothing of ours is left behind in it."""
+    command, _ = COMMANDS[name]
+    options = {option for parameter in command.params for option in parameter.opts}
+    if name == "gateway run" or not options.issuperset(more):
+        return
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    words = ["--card", str(folder)] if "--card" in options else [str(folder)]
+    words += ["--no-bandwidth"] * ("--no-bandwidth" in options) + ["--all", "--yes"] * ("--yes" in options)
+    words += ["--size", "16MiB", "--trips", "1"] * (name == "bench") + ["--socket-dir", str(tmp_path / "sockets")] * (
+        "--socket-dir" in options
+    )
+    if name.startswith("why"):
+        words += ["--key", "00" * 27]
+    code, output, errors = _run(capsys, name, *words, *more)
+    if name != "bench" and not name.startswith("doctor"):
+        assert code == 2, output
+        assert f"there is no card in {folder}" in errors or "no gateway answers" in errors
+    assert list(folder.iterdir()) == []
+    assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
 # --- completion -----------------------------------------------------------------------------------------------------
 
 
