@@ -130,7 +130,7 @@ def test_another_hash_seed_or_cache_salt(card: Card) -> None:
 
 def test_what_an_engine_left_out_itself_is_counted_where_its_gateway_sees_it(card: Card) -> None:
     """No store of it came: the gateway knows of it from the engine's control page alone."""
-    own = card.launched(**{"xkv.store_threshold": 2})
+    own = card.launched(SHAPE, **{"xkv.store_threshold": 2})
     code, answer = card.why("--namespace", own)
     assert (code, answer["verdict"]) == (1, "never_stored"), answer
     assert "left_out" not in answer

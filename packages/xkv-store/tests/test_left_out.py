@@ -14,6 +14,7 @@ from xkv_store.geometry import Geometry
 from xkv_store.left_out import COUNT_MAX, NAMESPACES_MAX, NUMBERS, REASONS, Ledger, LeftOut, Omission
 from xkv_store.wire import Hello, Role, encode
 from xkv_store.wire_tools import OBJECTS_EXPLAINED_MAX, Explained, LeftOutStores
+from xkv_store.wire_types import MESSAGE_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +78,7 @@ def test_an_answer_with_all_reasons_of_all_namespaces_fits_a_message() -> None:
         for number in range(OBJECTS_EXPLAINED_MAX)
         for reason in REASONS
     )
-    assert len(encode(Explained(1, (), (), 0, 0, "", left_out))) < wire.MESSAGE_BYTES_MAX // 4
+    assert len(encode(Explained(1, (), (), 0, 0, "", left_out))) < MESSAGE_BYTES_MAX // 4
 
 
 def sessions(engines: Engines[str]) -> Iterator[tuple[str, Role, int]]:

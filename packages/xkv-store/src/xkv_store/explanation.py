@@ -138,7 +138,7 @@ _LEFT_OUT: Final = {
     LeftOut.ROLE: ("chunks as its kv_role does not store", '"kv_role":"kv_both", or an engine beside it that stores'),
     LeftOut.RESET: ("chunks of requests that were under way when its cache was reset", ""),
     LeftOut.NO_SLOT: (
-        "objects as no slot of its ring was free, or its gateway was gone",
+        "objects as no slot of its ring was free, its gateway was gone, or the copy took too long",
         "a larger xkv.ring_bytes, or a smaller xkv.load_reserve_bytes",
     ),
     LeftOut.PARTIAL: ("objects of chunks that were not certainly whole", ""),
