@@ -46,6 +46,8 @@ LEFT_TO = {
     # They need a machine of their own; that files and options fit together is asked there.
     ("install", "-m"): "tests/test_deploy.py",
     ("systemctl",): "tests/test_deploy.py",
+    ("useradd",): "tests/test_deploy.py",
+    ("ln", "-s"): "tests/test_deploy.py",
     ("podman",): "tests/test_deploy.py",
 }
 # What stands in for a page's examples, in the folder of a test.
