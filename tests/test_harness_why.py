@@ -253,7 +253,7 @@ def test_what_cannot_be_asked_is_one_line(card: Card, tmp_path: Path) -> None:
     for words, tokens, said in (
         (["--namespace", own, "--key", "00"], TOKENS, "leave these out"),
         (["--namespace", "00" * 16], TOKENS, "nothing was published of namespace 0000"),
-        ([], None, "type one question"),
+        ([], None, "type one question: --tokens, or what is known of the engine"),
     ):
         code, answer = card.why(*words, tokens=tokens)
         assert code == 2, words

@@ -124,10 +124,16 @@ def check_question(
     generation: int | None,
     group: int | None,
     ranks: int | None,
+    others: str = "",
 ) -> None:
-    """UserError unless exactly one question is asked, with nothing that means nothing to it."""
+    """UserError unless exactly one question is asked, with nothing that means nothing to it.
+
+    `others`: what else the command would take for a question.
+    """
     if sum(one is not None for one in (key, block_hash, other)) != 1:
-        raise UserError("type one question: --key, or --namespace with --block-hash, or --namespace with --other")
+        raise UserError(
+            f"type one question: {others}--key, or --namespace with --block-hash, or --namespace with --other"
+        )
     if key is not None and namespace is not None:
         raise UserError("a --key begins with its namespace: leave --namespace out")
     if key is None and namespace is None:

@@ -39,6 +39,7 @@ SEEDS_TRIED = ("0", "1", "42", "random")
 """Of PYTHONHASHSEED, beside none at all: what pages and people write. Another one is named by --hash-seed."""
 OTHERS_HASHED_MAX = 64  # other namespaces whose cut of the prompt is tried
 UNSET = "unset"
+OTHER_QUESTIONS = "--tokens, or what is known of the engine (--config, --model), or "
 
 Tokens = Annotated[
     Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
@@ -111,7 +112,9 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
     is_launch = launch != Launch()
     of_object = {"generation": generation, "group": group, "ranks": ranks}
     if tokens is None and not is_launch:
-        commands_why.check_question(key=key, block_hash=block_hash, namespace=namespace, other=other, **of_object)
+        commands_why.check_question(
+            key=key, block_hash=block_hash, namespace=namespace, other=other, others=OTHER_QUESTIONS, **of_object
+        )
     elif key is not None or block_hash is not None or other is not None:
         raise UserError("--key, --block-hash and --other need neither tokens nor a configuration: leave these out")
     else:
