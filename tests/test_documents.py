@@ -40,6 +40,7 @@ LEFT_TO = {
     ("/opt/xkv/bin/pip", "install"): "package",
     ("python3", "-m", "venv"): "package",
     ("export", "PYTHONHASHSEED=0"): "stack",
+    ("curl",): "stack",  # the same server's
     ("vllm", "serve"): "stack",  # its flag's value is read below
     ("python", "-m", "xkv_compat", "report"): "compat/tests/test_report.py",
     ("python", "-m", "xkv_store.testing.faulty_gateway"): "packages/xkv-store/tests/test_gateway_medium.py",
