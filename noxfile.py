@@ -38,7 +38,7 @@ HARNESS_TESTS = "tests/test_harness_*.py"
 CALLS_TEST = "tests/test_harness_calls.py"  # last: it judges what all others have called
 ENGINE_TESTS = "tests/test_stack_*.py"
 # Those that take long for one thing, at which every release's harness looks.
-NEWEST_TESTS = ("tests/test_stack_adaptive.py", "tests/test_stack_eviction.py")
+NEWEST_TESTS = ("tests/test_stack_adaptive.py", "tests/test_stack_eviction.py", "tests/test_stack_serve.py")
 SOAK_TESTS = "tests/test_soak.py"  # two minutes, in the session `soak`
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
 PORT_TESTS = "tests/test_tp_ports.py"  # the one of the next that needs no engine

@@ -31,6 +31,7 @@ from xkv_offload.worker import XkvWorker
 from xkv_store import sockets
 from xkv_store.client import Attachment, Client
 from xkv_store.control import DenialReader
+from xkv_store.left_out import NUMBERS, LeftOut
 from xkv_store.ring import RingUse
 from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT, GatewayProcess, running_gateway
@@ -959,11 +960,18 @@ def test_lone_last_blocks_and_whole_chunks_of_one_group_live_together(gateway: G
         assert second.context.failures.take() == {24, 25}
 
 
+def left_out(worker: XkvWorker, reason: LeftOut) -> int:
+    """What the gateway is told of it."""
+    (count,) = worker.context.client.control.counts(0, 1, NUMBERS[reason])
+    return count
+
+
 def test_a_job_that_contradicts_itself_is_survived(gateway: GatewayProcess, tmp_path: Path) -> None:
     with worker_on(tmp_path) as (worker, _):
         worker.submit_store(0, Blocks([1, 2], [3], [0]), spec([1]))
         assert finish(worker, 0).success
         assert PROCESS_COUNTERS["partial_chunks"] == 1
+        assert left_out(worker, LeftOut.PARTIAL) == 1
         worker.submit_load(1, spec([1, 2, 3]), Blocks([1], [1], [0]))
         assert finish(worker, 1).success
         assert worker.context.failures.take() == {1}
@@ -1001,6 +1009,7 @@ def test_a_full_store_region_sheds_and_heals(gateway: GatewayProcess, tmp_path: 
         worker.submit_store(0, whole(1, 3), spec([1, 2, 3]))
         assert finish(worker, 0).success
         assert PROCESS_COUNTERS["shed_objects"] == 2
+        assert left_out(worker, LeftOut.NO_SLOT) == 2
         assert worker.context.client.control.store_bytes() == 4 * SLOT
         gateway.let_go("put.before_write")
         until_confirmed(1)

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from xkv_store.key import chunk_tag
+from xkv_store.left_out import LeftOut
 
 from .announcements import Announcements
 from .asked import AskCounts
@@ -296,8 +297,10 @@ class XkvManager:
         positions: list[int] = []
         replace: list[bool] = []
         request = self._request(req_id)
-        if not self._options.stores or not self._card.alive() or request.shedding or req_id in self._stale:
+        left_out = self._leaves_out(request, req_id)
+        if left_out is not None:
             self._counts.add("shed_keys", len(keys))
+            self._card.left_out(left_out, len(keys))
             return XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_id)
         self._take_denials(*self._card.denials())
         now = time.monotonic()
@@ -311,6 +314,7 @@ class XkvManager:
                 continue
             if self._asked is not None and self._asked.ask(key) < self._options.store_threshold:
                 self._counts.add("rare_keys")
+                self._card.left_out(LeftOut.RARE, 1)
                 continue
             if backlog + size > self._options.store_backlog_bytes:
                 self._shed(request, len(keys) - number)
@@ -337,6 +341,16 @@ class XkvManager:
             replace=tuple(replace),
         )
 
+    def _leaves_out(self, request: _Request, req_id: str) -> LeftOut | None:
+        """Why nothing of this request is stored; None where something may be."""
+        if not self._options.stores:
+            return LeftOut.ROLE
+        if not self._card.alive():
+            return LeftOut.NO_GATEWAY
+        if request.shedding:
+            return LeftOut.BACKLOG
+        return LeftOut.RESET if req_id in self._stale else None
+
     def _request(self, req_id: str) -> _Request:
         request = self._requests.get(req_id)
         if request is None:
@@ -362,6 +376,7 @@ class XkvManager:
         """Not this and, for the rest of the request, no later chunk: a prefix without its middle is never hit."""
         request.shedding = True
         self._counts.add("shed_keys", keys)
+        self._card.left_out(LeftOut.BACKLOG, keys)
         now = time.monotonic()
         if now - self._shed_logged >= SHED_LOG_SECONDS:
             self._shed_logged = now

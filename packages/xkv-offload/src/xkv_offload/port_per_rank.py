@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from xkv_store.client import Client
+from xkv_store.left_out import LeftOut
 
 from .asked_card import Card
 from .attachment import SchedulerCard, StagedReads
@@ -80,6 +81,11 @@ class CardPerRank:
     def store_bytes(self) -> int:
         """See asked_card.Card."""
         return max(card.store_bytes() for card in self._cards)
+
+    def left_out(self, reason: LeftOut, chunks: int) -> None:
+        """See asked_card.Card: each of them may be asked."""
+        for card in self._cards:
+            card.left_out(reason, chunks)
 
     def worker_counts(self) -> Sequence[int]:
         """See asked_card.Card."""
