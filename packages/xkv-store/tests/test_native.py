@@ -5,6 +5,8 @@ Where there is no C compiler, the tests of the library itself are of a build tha
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import subprocess
 import sys
@@ -16,13 +18,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from xkv_store import native
+from xkv_store import database, native
+from xkv_store.database import Database, aligned, aligned_slots, new_superblock
+from xkv_store.errors import CorruptObject, MediumError
+from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, Geometry
+from xkv_store.key import ObjectKey
+from xkv_store.layout import Extent
+from xkv_store.medium import Medium
+from xkv_store.plans import GetPlan, PutPlan
+from xkv_store.testing.faults import Fault, FaultPlan, Injector, Kind, Operation, faulty_database
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 BUILD: Final = Path(__file__).resolve().parents[1] / "native" / "build.py"
 EXIT_NONE: Final = 3
+GEOMETRY: Final = Geometry(8_192)
+CARD: Final = b"card-uuid-16byte"
 SAMPLE: Final = bytearray(random.Random(1).randbytes((2 << 20) + 64))
 NEAR: Final = (0, 16, 128, 240, 1_024, 2_048, 261_120, 2 << 20)
 EDGES: Final = sorted({max(0, at + n) for at in NEAR for n in range(-2, 3)})
@@ -38,14 +50,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
 
 
 @pytest.fixture(params=["native", "python"])
-def way(request: pytest.FixtureRequest, built: Path | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def way(request: pytest.FixtureRequest, built: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way; `native` is Python's, too, where there is no compiler."""
     found = native.Native(built) if built is not None and request.param == "native" else None
-    native.library.cache_clear()
     monkeypatch.setattr(native, "library", lambda: found)
-    yield request.param
-    monkeypatch.undo()
-    native.library.cache_clear()
+    return str(request.param)
 
 
 def both(buffers: list[memoryview], skip: int, payload_bytes: list[int]) -> list[int]:
@@ -106,6 +115,161 @@ def test_each_kind_of_registers_gives_the_same(tmp_path: Path, built: Path | Non
         lengths = [*range(241, 3_000, 7), 261_120]
         views = [memoryview(SAMPLE)] * len(lengths)
         assert native.Native(library).checksums(views, 1, lengths) == both(views, 1, lengths)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """A database of 12 slots of 8 KiB, read by each way in small parts."""
+    monkeypatch.setattr(database, "library", native.library)
+    monkeypatch.setattr(database, "SUMMED_BYTES", 5 * 4_096)
+    path = tmp_path / "db-0.xkv"
+    numbers = {"number": 0, "databases": 1, "slot_bytes": GEOMETRY.slot_bytes, "slots": 12}
+    Database.make(path, new_superblock(**numbers, card_uuid=CARD, database_uuid=b"d" * 16))
+    found = Database.open(path)
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=[1, 240, 8_000, 7 * GEOMETRY.fragment_bytes, 7 * GEOMETRY.fragment_bytes + 1])
+def plan(request: pytest.FixtureRequest, opened: Database) -> GetPlan:
+    """An object of so many bytes, in two extents of that database where it has two fragments."""
+    length: int = request.param
+    fragments = GEOMETRY.fragments(length)
+    half = fragments // 2
+    extents = tuple(one for one in (Extent(0, 9 - half, half), Extent(0, 0, fragments - half)) if one.slots)
+    whole = (ObjectKey(CARD, 0, b"h" * 32, 0), b"k" * 40, 7, length, 3, 4, fragments, extents)
+    slots = [bytearray_slot(number) for number in range(fragments)]
+    Medium([opened], GEOMETRY, CARD).write(PutPlan(*whole), slots)
+    return GetPlan(*whole)
+
+
+def bytearray_slot(number: int) -> memoryview:
+    slot = aligned(GEOMETRY.slot_bytes)
+    slot[:] = SAMPLE[number * 999 :][: len(slot)]
+    return slot
+
+
+def read(opened: Database, plan: GetPlan) -> bytes:
+    """The object's bytes, read from its second fragment on where it has one, as a resumed load does."""
+    medium = Medium([opened], GEOMETRY, CARD)
+    first = min(1, plan.fragments - 1)
+    slots = aligned_slots(plan.fragments - first, GEOMETRY.slot_bytes)
+    medium.read(plan, slots, first)
+    return b"".join(
+        bytes(slot[HEADER_BYTES:][: GEOMETRY.payload_bytes(plan.length, fragment)])
+        for fragment, slot in enumerate(slots, first)
+    )
+
+
+def content(plan: GetPlan) -> bytes:
+    first = min(1, plan.fragments - 1)
+    return b"".join(
+        bytes(bytearray_slot(fragment)[HEADER_BYTES:][: GEOMETRY.payload_bytes(plan.length, fragment)])
+        for fragment in range(first, plan.fragments)
+    )
+
+
+def spoil(opened: Database, plan: GetPlan, change: Callable[[bytearray], None]) -> None:
+    """Change the slot of the object's last fragment on the medium."""
+    extent = plan.extents[-1]
+    with opened.path.open("r+b") as file:
+        file.seek(DATA_OFFSET + (extent.first + extent.slots - 1) * GEOMETRY.slot_bytes)
+        slot = bytearray(file.read(GEOMETRY.slot_bytes))
+        change(slot)
+        file.seek(-len(slot), os.SEEK_CUR)
+        file.write(slot)
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["in large parts", "in small parts"])
+def test_each_way_reads_the_same(opened: Database, plan: GetPlan, direct: bool) -> None:
+    opened.direct = direct  # only how much is read at a time: buffers are aligned
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_library_that_is_there_is_what_reads(
+    opened: Database, plan: GetPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tests above would pass by Python's way alone."""
+    found = native.library()
+
+    def refused(*_: object) -> int:
+        raise AssertionError
+
+    if found is not None:
+        monkeypatch.setattr(os, "preadv", refused)
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_damaged_byte_is_found_wherever_it_is(opened: Database, plan: GetPlan) -> None:
+    payload = GEOMETRY.payload_bytes(plan.length, plan.fragments - 1)
+    for at in {0, 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + payload // 2, HEADER_BYTES + payload - 1}:
+
+        def flip(slot: bytearray, at: int = at) -> None:
+            slot[at] ^= 4
+
+        spoil(opened, plan, flip)
+        with pytest.raises(CorruptObject, match=f"fragment {plan.fragments - 1}"):
+            read(opened, plan)
+        spoil(opened, plan, flip)
+        assert read(opened, plan) == content(plan)
+
+
+def test_what_lies_behind_a_payload_is_no_matter(opened: Database, plan: GetPlan) -> None:
+    def poison(slot: bytearray) -> None:
+        end = HEADER_BYTES + GEOMETRY.payload_bytes(plan.length, plan.fragments - 1)
+        slot[end:] = b"\xee" * (len(slot) - end)
+
+    spoil(opened, plan, poison)
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_file_that_was_cut_is_a_corrupt_object(opened: Database, plan: GetPlan) -> None:
+    extent = plan.extents[0] if plan.fragments < 2 else plan.extents[1]
+    os.truncate(opened.path, DATA_OFFSET + extent.first * GEOMETRY.slot_bytes + 100)
+    with pytest.raises(CorruptObject, match="cut off"):
+        read(opened, plan)
+
+
+def test_a_device_that_fails_is_the_mediums_error(opened: Database, plan: GetPlan) -> None:
+    """The descriptor is another: of something that cannot be read at a place."""
+    kept = opened._fd
+    pipe = os.pipe()
+    try:
+        opened._fd = pipe[0]
+        with pytest.raises(MediumError, match=rf"reading \d+ bytes at \d+ of .*db-0.xkv: {os.strerror(errno.ESPIPE)}"):
+            read(opened, plan)
+    finally:
+        opened._fd = kept
+        for fd in pipe:
+            os.close(fd)
+
+
+def test_the_systems_errors_and_short_moves_are_told_apart(
+    opened: Database, plan: GetPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO is the medium's error at once; what was interrupted or moved less is read again by Python."""
+    found = native.library()
+    if found is None:
+        return
+    answers = iter([-errno.EIO, -errno.EINTR, 1])  # no object here is read in more than two pieces
+    monkeypatch.setattr(found, "_read", lambda *_: next(answers))
+    with pytest.raises(MediumError) as caught:
+        read(opened, plan)
+    assert (caught.value.errno, type(caught.value)) == (errno.EIO, MediumError)
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_database_of_a_test_is_read_by_its_own_means(opened: Database, plan: GetPlan) -> None:
+    """Faults that tests put under a card strike in the same places, with the library and without."""
+    injector = Injector(FaultPlan((Fault(operation=Operation.READ, kind=Kind.ERROR, nth=1),)))
+    fd, kind = opened._fd, faulty_database(injector)
+    faulty = kind(opened.path, fd, opened.superblock, direct=opened.direct, claim_fd=fd)
+    with pytest.raises(MediumError):
+        read(faulty, plan)
+    assert read(faulty, plan) == content(plan)
 
 
 # --- whether it is used ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ the interpreter once, however many payloads there are.
 """
 
 import ctypes
+import errno
 import logging
 import os
 import struct
@@ -31,7 +32,7 @@ class UnreachableError(ValueError):
 
 
 class Native:
-    """The library's functions, for memory that whoever calls holds."""
+    """The library's functions, for memory that whoever calls holds. UnreachableError."""
 
     def __init__(self, path: Path) -> None:
         """OSError where it cannot be loaded, AttributeError where it is another library."""
@@ -39,6 +40,12 @@ class Native:
         self._checksums = library.xkv_checksums
         self._checksums.argtypes = (ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64))
         self._checksums.restype = None
+        self._read = library.xkv_read
+        self._read.argtypes = (
+            *(ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t),
+            *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64)),
+        )
+        self._read.restype = ctypes.c_int
 
     def checksums(self, buffers: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]) -> list[int]:
         """See `payload_checksums`; what is too short for the library is 0."""
@@ -46,6 +53,29 @@ class Native:
         sums = (ctypes.c_uint64 * count)()
         self._checksums(count, _addresses(buffers, skip, payload_bytes), _packed(count, payload_bytes), sums)
         return sums[:]
+
+    def read(
+        self,
+        fd: int,
+        offset: int,
+        buffers: Sequence[memoryview],
+        skip: int,
+        payload_bytes: Sequence[int],
+        *,
+        step_bytes: int,
+    ) -> list[int] | None:
+        """Read what lies one behind the other from `offset` on, at most `step_bytes` in a call, and sum it meanwhile.
+
+        None where a call moved less than it should: then everything is to be read anew. OSError.
+        """
+        count = len(buffers)
+        addresses = _addresses(buffers, 0, [skip + n for n in payload_bytes])
+        sums = (ctypes.c_uint64 * count)()
+        whole, summed = _packed(count, map(len, buffers)), _packed(count, payload_bytes)
+        code: int = self._read(fd, offset, step_bytes, skip, count, addresses, whole, summed, sums)
+        if code < 0 and -code != errno.EINTR:
+            raise OSError(-code, os.strerror(-code))
+        return None if code else _with_short(sums[:], buffers, skip, payload_bytes)
 
 
 @cache
