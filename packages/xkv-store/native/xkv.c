@@ -14,6 +14,7 @@
 #include <stdint.h>
 #include <string.h>
 #include <sys/uio.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -193,6 +194,14 @@ EXPORTED void xkv_checksums(size_t count, const uint64_t *addresses, const uint6
 }
 
 /* --- reading ------------------------------------------------------------------------------------------------------ */
+
+#define TMPFS_TYPE 0x01021994    /* linux/magic.h */
+
+/* Whether the file lies in memory: reading it is a copy by this core, also where it was opened for O_DIRECT. */
+EXPORTED int xkv_in_memory(int fd) {
+    struct statfs found;
+    return fstatfs(fd, &found) == 0 && found.f_type == TMPFS_TYPE;
+}
 
 #define PARTS_MAX 1024           /* buffers that the kernel takes in one call (UIO_MAXIOV) */
 #define CUT_SHORT 1

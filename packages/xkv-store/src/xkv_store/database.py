@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 IOV_MAX = 1_024  # buffers that the kernel takes in one call (UIO_MAXIOV)
 IO_BYTES_MAX = 32 << 20  # bytes per call: long enough for any device's full speed, short enough to stay fair
-SUMMED_BYTES = 512 << 10  # through the page cache, at a time: to be summed while it is in the core's own cache
+SUMMED_BYTES = 512 << 10  # of what is copied by the core: summed while it is in the core's own cache
 STALLS_MAX = 8  # moves in a row of less than a step: at a file's end for ever, elsewhere a coincidence
 _BLOCK_BYTES = 512  # of st_blocks (stat(3type))
 
@@ -170,7 +170,8 @@ class Database:
             return None
         assert 0 <= first_slot <= self.superblock.slots - len(buffers)
         offset = DATA_OFFSET + first_slot * self.superblock.slot_bytes
-        step_bytes = IO_BYTES_MAX if self.direct else SUMMED_BYTES
+        is_copy = not self.direct or found.in_memory(self._fd)
+        step_bytes = SUMMED_BYTES if is_copy else IO_BYTES_MAX
         try:
             return found.read(self._fd, offset, buffers, skip, payload_bytes, step_bytes=step_bytes)
         except OSError as error:
