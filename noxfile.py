@@ -30,6 +30,7 @@ from xkv_matrix.outcomes import Outcome, read_outcome
 from xkv_matrix.targets import TARGETS_VARIABLE, Target
 
 SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
+BUILDS = tuple(f"{package}/{part}" for package in PACKAGES for part in ("hatch_build.py", "native"))
 # Checked in one mypy run each: conftest.py and test modules of different folders may bear the same name.
 TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
 # Tests that need a release: the backend's, its scheduler and connector driven without a model, and real engines.
@@ -84,7 +85,7 @@ def types(session: nox.Session) -> None:
     """Mypy, strict, over everything that is Python."""
     with recorded(session, "types") as result:
         python = dev(session)
-        places = (*SOURCES, "noxfile.py", "dev.py", "development", "tests", "demo", "bench")
+        places = (*SOURCES, *BUILDS, "noxfile.py", "dev.py", "development", "tests", "demo", "bench")
         check(session, result, python, "-m", "mypy", *there(*places))
         for root in there(*TEST_ROOTS):
             paths = [str(ROOT / path) for path in (*there(*SOURCES[:-1], "matrix"), root)]
