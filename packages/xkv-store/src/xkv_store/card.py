@@ -24,7 +24,7 @@ from .eviction import Budget, Chooser
 from .extents import Run, SlotAllocator, place
 from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES, Geometry
 from .index import RemoveObject, SetObject
-from .key import RANK_BYTES, ObjectKey
+from .key import RANK_BYTES, ObjectKey, encoded_entry
 from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
 from .limbo import Ghost, Limbo
 from .medium import Medium
@@ -225,7 +225,7 @@ class Card:
         record = self._record(encoded)
         if record is None or record.generation != generation:
             return
-        self._leave(key, encoded, record, 0, Reason(reason))
+        self._leave(encoded, record, 0, Reason(reason))
 
     def purge(self, encoded: bytes, generation: int, now_ns: int) -> int | None:
         """That object leaves as an evicted one does. Its length; 0: it is gone; None: limbo has no room. PeerError."""
@@ -234,7 +234,7 @@ class Card:
             return 0
         if self._overlay.full or not self._limbo_takes(self.geometry.fragments(record.length), PURGE_LIMBO_SHARE):
             return None
-        self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, Reason.PURGED)
+        self._leave(encoded, record, now_ns, Reason.PURGED)
         return record.length
 
     def touch(self, tags: Iterable[int]) -> None:
@@ -477,11 +477,12 @@ class Card:
         self._bytes -= record.length
         return ghost
 
-    def _leave(self, key: ObjectKey, encoded: bytes, record: Record, now_ns: int, reason: Reason) -> None:
+    def _leave(self, encoded: bytes, record: Record, now_ns: int, reason: Reason) -> None:
         """Out of the table and the index, into limbo."""
+        tag, bit = encoded_entry(encoded)
         readable = reason in (Reason.EVICTED, Reason.PURGED)
         self.departures.left(encoded, reason, record.generation)
-        self.table.remove_rank(key.tag, key.bit)
+        self.table.remove_rank(tag, bit)
         self._overlay.remove(encoded, self._to_limbo(encoded, record, now_ns, readable=readable))
 
     # --- eviction -----------------------------------------------------------------------------------------
@@ -511,7 +512,7 @@ class Card:
                 reached("evict.begin")
                 self._counters["evicted_chunks"] += 1
                 for encoded, record in chunk:
-                    self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, Reason.EVICTED)
+                    self._leave(encoded, record, now_ns, Reason.EVICTED)
                 reached("evict.removed")
         except MediumError as error:
             self._counters["index_errors"] += 1

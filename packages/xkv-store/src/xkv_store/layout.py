@@ -45,7 +45,8 @@ CONTROL_HEADER = struct.Struct("<8sHHI16sQQQQ")
 
 POSITION_MAX = (1 << 32) - 1
 FAMILY_MAX = (1 << 64) - 1
-AGAIN = 1 << 63  # in a family: the object was asked for again, and the rest says when
+AGAIN = 1 << 63  # in a family: the object was asked for again, and the rest says when…
+OFTEN = AGAIN | 1 << 62  # …and so often that it is of the third kind
 _KEY_FIELD_BYTES = 64
 
 assert SLOT_HEADER.size == _HEADER_SUMMED_BYTES

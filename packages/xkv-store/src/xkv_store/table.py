@@ -30,7 +30,7 @@ _ENTRY_WORDS = TABLE_ENTRY.size // _WORD_BYTES
 _FIRST_WORD = TABLE_ENTRIES_OFFSET // _WORD_BYTES
 _ENTRIES_WORD = 3  # words of the header that change: entries in use, highest confirmed generation
 _HIGHEST_WORD = 8
-_HALF_BITS = 32  # an entry's last word: fragments, and above them when the chunk was asked for
+_HALF_BITS = 32  # an entry's last word: fragments, and above them when, and how often, the chunk was asked for
 _HALF = (1 << _HALF_BITS) - 1
 _F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; not in the fcntl module of every Python that we run on
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -50,6 +50,7 @@ class TableWriter:
         self.capacity = capacity
         self._map = mmap.mmap(fd, TABLE_ENTRIES_OFFSET + capacity * TABLE_ENTRY.size)
         self._words = memoryview(self._map).cast("Q")
+        self._end = len(self._words)
 
     @classmethod
     def create(cls, capacity: int, card_uuid: bytes, boot_id: bytes) -> "TableWriter":
@@ -106,20 +107,20 @@ class TableWriter:
         at = self._find(tag)
         return self._words[at] == tag and bool(self._words[at + 2] & rank_bit)
 
-    def ask(self, tag: int, stamp: int) -> tuple[int, int, int] | None:
-        """Stamp the chunk `tag` as asked for; (generation, ranks, former stamp), or None where nobody holds it."""
+    def stamp_of(self, tag: int) -> tuple[int, int, int, int] | None:
+        """(place for `stamp`, generation, ranks, stamp) of the chunk `tag`; None where nobody holds it.
+
+        The place is good until something is put or removed.
+        """
         at = self._find(tag)
         words = self._words
         if words[at] != tag:
             return None
-        last = words[at + 3]
-        words[at + 3] = last & _HALF | stamp << _HALF_BITS
-        return words[at + 1], words[at + 2], last >> _HALF_BITS
+        return at, words[at + 1], words[at + 2], words[at + 3] >> _HALF_BITS
 
-    def asked(self, tag: int) -> int:
-        """The chunk's stamp; 0 where it has none."""
-        at = self._find(tag)
-        return self._words[at + 3] >> _HALF_BITS if self._words[at] == tag else 0
+    def stamp(self, at: int, stamp: int) -> None:
+        """Stamp the entry there, with 32 bits that are the caller's to understand."""
+        self._words[at + 3] = self._words[at + 3] & _HALF | stamp << _HALF_BITS
 
     def remove_rank(self, tag: int, rank_bit: int) -> None:
         """Say that this rank no longer holds the chunk; the entry goes with its last rank."""
@@ -172,11 +173,11 @@ class TableWriter:
 
     def _find(self, tag: int) -> int:
         """The word where the entry of `tag` is, or would go."""
-        words, end = self._words, len(self._words)
+        words = self._words
         at = _FIRST_WORD + ((tag * self.capacity) >> 64) * _ENTRY_WORDS
-        while words[at] not in {tag, 0}:
+        while (found := words[at]) != tag and found:
             at += _ENTRY_WORDS
-            if at == end:
+            if at == self._end:
                 at = _FIRST_WORD
         return at
 
