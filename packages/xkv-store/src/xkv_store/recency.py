@@ -39,11 +39,11 @@ _BUCKETS = _STEPS_PER_DOUBLING * _DOUBLINGS
 TURN_SHARE = 4  # of a turn of the card (as many puts as it holds objects) there is a new weight after each
 TURN_PUTS_MIN = 2_048  # less of a small card is too few requests to judge by
 _FADE = 0.85  # of what was counted, at each new weight: half is gone after a turn
-GAIN_MIN = 1.01  # weights that promise less than this over LRU are noise
+GAIN_MIN = 1.0  # times the square root of the uses that LRU finds: a gain that is less is the noise of counting
 # Where LRU finds nearly all uses that were counted, few have been seen at the ages that weights are about. What was
 # asked for again is then given half as much age again, if that costs next to nothing of what was counted.
 _LRU_FINDS = 0.9
-_LOSS_MAX = 1 / 2_000
+_LOSS_MAX = 1 / 10_000
 # Never below 1, nor below that of the kind before: what was asked for more often is what others stand behind in their
 # prefixes, and has to outlive them.
 _WEIGHTS = np.array([1.0, 1.5, *(2.0 ** np.arange(1, 11))])
@@ -242,7 +242,7 @@ def best_weights(curves: list[Curve], objects: int) -> Weights:
     hits = new.hits + _weighed(again.hits)[_AGAIN] + _weighed(often.hits)[_OFTEN]
     found = np.array([np.interp(objects, of_pair, its_hits) for of_pair, its_hits in zip(kept, hits, strict=True)])
     best, lru = int(np.argmax(found)), found[_LRU_PAIR]
-    if found[best] >= GAIN_MIN * lru and found[best] > 0:
+    if found[best] > lru + GAIN_MIN * lru**0.5:
         return Weights(1.0, float(_WEIGHTS[_AGAIN[best]]), float(_WEIGHTS[_OFTEN[best]]))
     counted = sum(float(curve.hits[-1]) for curve in curves)
     little_known = lru >= _LRU_FINDS * counted and found[_SLIGHT_PAIR] >= (1 - _LOSS_MAX) * lru
