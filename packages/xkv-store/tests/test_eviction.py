@@ -3,11 +3,13 @@
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
+import pytest
+
 from xkv_store.eviction import ORDER_BATCH, PASS_ENTRIES_MAX, Budget, Chooser
 from xkv_store.ghosts import USES_MAX
 from xkv_store.key import ObjectKey
 from xkv_store.layout import AGAIN, OFTEN, Record, pack_order_key
-from xkv_store.recency import LRU, Recency, Weights, kind_of
+from xkv_store.recency import FAMILIES_MAX, LRU, Recency, Weights, kind_of
 from xkv_store.table import TableWriter
 
 
@@ -172,7 +174,8 @@ def test_what_was_used_often_before_a_restart_still_was() -> None:
     assert [record.family & OFTEN for record in card.records.values()] == [OFTEN]
 
 
-def test_new_chunks_leave_before_the_prefix_that_they_were_put_behind() -> None:
+@pytest.mark.parametrize("forgotten", [False, True])
+def test_new_chunks_leave_before_the_prefix_that_they_were_put_behind(forgotten: bool) -> None:
     """On a small card a prompt's puts are a good part of what it holds: their end is younger than its beginning."""
     card = FakeCard()
     for position in range(3):
@@ -181,6 +184,8 @@ def test_new_chunks_leave_before_the_prefix_that_they_were_put_behind() -> None:
     card.ask(0, 1, 2)
     for position in range(3, 9):
         card.add(key_of(position), 2, position)
+    for family in range(100, 101 + FAMILIES_MAX * forgotten):
+        card.recency.came(family, family, card.generation)
     assert [card.evict() for _ in range(9)] == [[key_of(number)] for number in range(8, -1, -1)]
 
 

@@ -8,8 +8,8 @@ from xkv_store.recency import (
     EDGES,
     FAMILIES_MAX,
     LRU,
-    SAME_USE_SHARE,
     SLIGHT,
+    SPELL_SHARE,
     TURN_PUTS_MIN,
     TURN_SHARE,
     WHEN_BITS,
@@ -54,16 +54,28 @@ def test_asked_is_no_earlier_than_the_put_before_it() -> None:
 def test_a_lookup_its_load_and_what_each_rank_asks_are_one_use() -> None:
     """What is loaded by eight ranks would have been used often with its first hit."""
     recency, table = make()
-    table.put(77, 1, 1, 3)
-    recency.adapt(10 * SAME_USE_SHARE)  # so many objects
+    spell = 10
+    recency.adapt(spell * SPELL_SHARE)  # so many objects
+    recency.advance(spell)
+    table.put(77, spell, 1, 3)
     recency.touch(77)
     assert recency.asked(77) == (0, 0), "it has just been put"
     for use in range(1, USES_MAX + 3):
-        recency.advance(recency.now + 11)
+        recency.advance((use + 1) * spell)
         for _ in range(9):
             recency.touch(77)
+            assert recency.asked(77) == (recency.now + 1, min(use, USES_MAX)), "the last of them says when"
             recency.advance(recency.now + 1)
-        assert recency.asked(77) == (recency.now, min(use, USES_MAX)), "the last of them says when"
+
+
+def test_what_is_asked_for_all_the_time_is_used_often() -> None:
+    recency, table = make()
+    recency.adapt(100 * SPELL_SHARE)
+    table.put(77, 1, 1, 3)
+    for now in range(1, 1_000):
+        recency.advance(now)
+        recency.touch(77)
+    assert recency.asked(77) == (1_000, USES_MAX)
 
 
 def test_a_chunk_that_comes_again_is_of_the_kind_that_its_uses_make_it() -> None:

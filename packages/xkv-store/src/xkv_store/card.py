@@ -479,10 +479,9 @@ class Card:
 
     def _leave(self, encoded: bytes, record: Record, now_ns: int, reason: Reason) -> None:
         """Out of the table and the index, into limbo."""
-        tag, bit = encoded_entry(encoded)
+        self.table.remove_rank(*encoded_entry(encoded))
         readable = reason in (Reason.EVICTED, Reason.PURGED)
         self.departures.left(encoded, reason, record.generation)
-        self.table.remove_rank(tag, bit)
         self._overlay.remove(encoded, self._to_limbo(encoded, record, now_ns, readable=readable))
 
     # --- eviction -----------------------------------------------------------------------------------------

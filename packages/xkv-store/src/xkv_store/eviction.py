@@ -11,7 +11,6 @@ against: docs/adr/0014-who-leaves-first.md.
 """
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -106,13 +105,22 @@ class _Hand:
         self.ahead.clear()
 
 
-def _entries(pairs: list[tuple[bytes, bytes]], recency: Recency) -> Iterator[_Entry]:
-    for order_key, key in pairs:
+def _entries(pairs: list[tuple[bytes, bytes]], recency: Recency) -> list[_Entry]:
+    """Of new objects of one family all are as old as its first, which stands behind the others."""
+    found, of_family, filed = [], -1, 0
+    for order_key, key in reversed(pairs):
         try:
             family, _, generation = parse_order_key(order_key)
-            yield _Entry(order_key, key, family, generation, recency.filed(family, generation))
-        except BadBytesError:  # noqa: PERF203 -- costs nothing where nothing is raised
-            yield _Entry(order_key, b"", 0, 0, 0)  # damage: passed over as soon as it is looked at
+        except BadBytesError:
+            found.append(_Entry(order_key, b"", 0, 0, 0))  # damage: passed over as soon as it is looked at
+            continue
+        if family != of_family:
+            of_family, filed = family, recency.filed(family, generation)
+        elif family < AGAIN:
+            filed = min(filed, generation)
+        found.append(_Entry(order_key, key, family, generation, filed))
+    found.reverse()
+    return found
 
 
 _BOUNDS = (

@@ -28,7 +28,9 @@ USES_OF_KIND = (0, 1, USES_MAX)  # at least
 
 WHEN_BITS = 32 - USES_BITS  # of a stamp; the uses are above it. A stamp of 0 is that of what was not asked for
 WHEN_MASK = (1 << WHEN_BITS) - 1  # of a generation: ages are modulo this
-SAME_USE_SHARE = 32  # of the card's objects: lookup, load and what each rank asks within so many puts are one use
+# A lookup, its load and what each rank asks are one use: what is asked for within one of such spells counts once.
+SPELL_SHARE = 32  # of as many puts as the card holds objects…
+SPELL_PUTS_MAX = 4_096  # …and a second, at the most puts that a gateway can do
 FAMILIES_MAX = 1_024  # whose chunks come at about the same time
 
 _STEPS_PER_DOUBLING = 4
@@ -37,14 +39,14 @@ _BUCKETS = _STEPS_PER_DOUBLING * _DOUBLINGS
 TURN_SHARE = 4  # of a turn of the card (as many puts as it holds objects) there is a new weight after each
 TURN_PUTS_MIN = 2_048  # less of a small card is too few requests to judge by
 _FADE = 0.85  # of what was counted, at each new weight: half is gone after a turn
-GAIN_MIN = 1.01  # weights that promise less than this over LRU are noise
-# Where LRU finds nearly all uses that were counted, none have been seen at the ages that weights are about. What was
-# asked for again is then given twice the age, if that costs next to nothing of what was counted.
+GAIN_MIN = 1.0  # times the square root of the uses that LRU finds: a gain that is less is the noise of counting
+# Where LRU finds nearly all uses that were counted, few have been seen at the ages that weights are about. What was
+# asked for again is then given half as much age again, if that costs next to nothing of what was counted.
 _LRU_FINDS = 0.9
-_LOSS_MAX = 1 / 2_000
+_LOSS_MAX = 1 / 10_000
 # Never below 1, nor below that of the kind before: what was asked for more often is what others stand behind in their
 # prefixes, and has to outlive them.
-_WEIGHTS = 2.0 ** np.arange(11)
+_WEIGHTS = np.array([1.0, 1.5, *(2.0 ** np.arange(1, 11))])
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 
@@ -58,7 +60,7 @@ class Weights(NamedTuple):
 
 
 LRU = Weights(1.0, 1.0, 1.0)
-SLIGHT = Weights(1.0, 2.0, 2.0)
+SLIGHT = Weights(1.0, 1.5, 1.5)
 
 
 class Stamps(Protocol):
@@ -81,7 +83,7 @@ class Recency:
         self._ghosts = Ghosts(slots)
         self._ages = tuple(Ages() for _ in KINDS)
         self._adapted = generation
-        self._same_use = 0  # puts
+        self._spell = 1  # puts
         self._families: dict[int, int] = {}  # when the first chunk of them was put
 
     def advance(self, generation: int) -> None:
@@ -97,7 +99,7 @@ class Recency:
         now = self.now + 1  # later than what was put just now
         age = (now - (stamp or generation)) & WHEN_MASK
         uses = stamp >> WHEN_BITS
-        if age > self._same_use:
+        if (now - age) // self._spell != now // self._spell:
             self._ages[KIND_OF_USES[uses]].used(age, ranks.bit_count())
             uses = min(uses + 1, USES_MAX)
             self._ages[KIND_OF_USES[uses]].begun(ranks.bit_count())
@@ -162,7 +164,7 @@ class Recency:
 
     def adapt(self, objects: int) -> None:
         """Once in a part of a turn of the card: new weights from what was counted."""
-        self._same_use = objects // SAME_USE_SHARE
+        self._spell = max(1, min(SPELL_PUTS_MAX, objects // SPELL_SHARE))
         span = self.now - self._adapted
         if span < max(TURN_PUTS_MIN, objects // TURN_SHARE):
             return
@@ -240,7 +242,7 @@ def best_weights(curves: list[Curve], objects: int) -> Weights:
     hits = new.hits + _weighed(again.hits)[_AGAIN] + _weighed(often.hits)[_OFTEN]
     found = np.array([np.interp(objects, of_pair, its_hits) for of_pair, its_hits in zip(kept, hits, strict=True)])
     best, lru = int(np.argmax(found)), found[_LRU_PAIR]
-    if found[best] >= GAIN_MIN * lru and found[best] > 0:
+    if found[best] > lru + GAIN_MIN * lru**0.5:
         return Weights(1.0, float(_WEIGHTS[_AGAIN[best]]), float(_WEIGHTS[_OFTEN[best]]))
     counted = sum(float(curve.hits[-1]) for curve in curves)
     little_known = lru >= _LRU_FINDS * counted and found[_SLIGHT_PAIR] >= (1 - _LOSS_MAX) * lru
