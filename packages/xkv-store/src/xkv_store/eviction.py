@@ -23,6 +23,7 @@ from .layout import AGAIN, OFTEN, BadBytesError, Record, pack_order_key, parse_o
 from .recency import AGAIN_KIND, FAMILY_OF_KIND, KIND_OF_USES, USES_OF_KIND, Recency, kind_of
 
 ORDER_BATCH = 64  # entries of the order fetched at a time
+EMPTY_CHOICES = 64  # for so many choices nobody looks whether something has come to an empty part of the order
 PASS_ENTRIES_MAX = 2_048  # then a hand begins anew: what was held is free, what came late may stand behind it
 
 
@@ -73,17 +74,22 @@ class _Hand:
     at: bytes = field(init=False)
     ahead: deque[_Entry] = field(default_factory=deque)
     seen: int = 0  # entries of this pass, but for those of others than may leave
+    rests: int = 0  # choices for which its part counts as empty
 
     def __post_init__(self) -> None:
         self.at = self.begin
 
     def head(self, view: View, recency: Recency) -> _Entry | None:
         """The entry that the hand is at; None at the end of its part, from where it begins anew."""
+        if self.rests:
+            self.rests -= 1
+            return None
         if not self.ahead:
             if self.seen >= PASS_ENTRIES_MAX:
                 self.rewind()
             self.ahead.extend(_entries(view.order_from(self.at, ORDER_BATCH, self.end), recency))
             if not self.ahead:
+                self.rests = EMPTY_CHOICES if self.at == self.begin else 0
                 self.rewind()
                 return None
         return self.ahead[0]
@@ -95,6 +101,7 @@ class _Hand:
 
     def makes_room(self, order_key: bytes) -> None:
         """An entry has come here: what was fetched from behind it is fetched again."""
+        self.rests = 0
         self.at = min(self.at, order_key)
         while self.ahead and self.ahead[-1].order_key > order_key:
             self.ahead.pop()
@@ -147,6 +154,8 @@ class Chooser:
         while budget.left > 0:
             hand = self._oldest(view)
             if hand is None:
+                for one in self._hands:
+                    one.rests = 0
                 ends += 1
                 if ends > 2:  # once to finish this pass, once through all: nothing can leave
                     return None

@@ -17,7 +17,7 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lmdb
 
@@ -128,6 +128,7 @@ class Index:
         self._map_bytes_max = map_bytes_max
         self._lock = threading.Lock()
         self._reader: lmdb.Transaction[bytes] | None = None
+        self._cursors: dict[int, lmdb.Cursor[bytes]] = {}  # of that reader
         self._use(env)
 
     def _use(self, env: lmdb.Environment) -> None:
@@ -185,9 +186,7 @@ class Index:
     def refresh(self) -> None:
         """From now on read what the last `apply` has left."""
         with self._lock:
-            if self._reader is not None:
-                self._reader.abort()  # lmdb keeps it as a spare and renews it
-                self._reader = None
+            self._end_reading()
 
     def get(self, key: bytes) -> bytes | None:
         """The packed record of an object. MediumError where the index cannot be read (so in all that follow)."""
@@ -198,7 +197,8 @@ class Index:
         """(key, record) of every rank's object of a chunk, at most `objects_max`."""
         found: list[tuple[bytes, bytes]] = []
         key_bytes = len(chunk_key) + 2
-        with self._lock, _Reading(self._folder), self._read().cursor(self._objects) as cursor:
+        with self._lock, _Reading(self._folder):
+            cursor = self._cursor(self._objects)
             if cursor.set_range(chunk_key):
                 for key, record in cursor.iternext():
                     if not key.startswith(chunk_key) or len(found) == objects_max:
@@ -222,7 +222,8 @@ class Index:
     def order_from(self, order_key: bytes, limit: int, end: bytes | None = None) -> list[tuple[bytes, bytes]]:
         """(order key, object key) of the next `limit` objects in the order of eviction, from `order_key` to `end`."""
         found: list[tuple[bytes, bytes]] = []
-        with self._lock, _Reading(self._folder), self._read().cursor(self._order) as cursor:
+        with self._lock, _Reading(self._folder):
+            cursor = self._cursor(self._order)
             if cursor.set_range(order_key):
                 for pair in cursor.iternext():
                     if len(found) == limit or (end is not None and pair[0] >= end):
@@ -356,9 +357,7 @@ class Index:
     def close(self) -> None:
         """Close the environment; what was not applied is lost."""
         with self._lock:
-            if self._reader is not None:
-                self._reader.abort()
-                self._reader = None
+            self._end_reading()
             self._env.close()
 
     def _try(self, changes: list[Change], generation_ceiling: int | None) -> bool:
@@ -401,9 +400,7 @@ class Index:
             size = self.map_bytes()
             if size >= self._map_bytes_max:
                 return False
-            if self._reader is not None:
-                self._reader.abort()
-                self._reader = None
+            self._end_reading()
             self._env.set_mapsize(min(size * 2, self._map_bytes_max))
             self._map_bytes = self._env.info()["map_size"]
             log.info("the index's map grows from %d to %d bytes", size, self.map_bytes())
@@ -422,9 +419,7 @@ class Index:
             else:
                 return
             with suppress(lmdb.Error):  # a reader of an environment that is closed is gone
-                if self._reader is not None:
-                    self._reader.abort()
-            self._reader = None
+                self._end_reading()
             self._env.close()
             try:
                 check_whole(self._folder / "data.mdb")
@@ -439,6 +434,21 @@ class Index:
         if self._reader is None:
             self._reader = self._env.begin()
         return self._reader
+
+    def _cursor(self, named: Any) -> lmdb.Cursor[bytes]:
+        """For one look, under the lock: making a cursor takes as long as the look itself."""
+        cursor = self._cursors.get(id(named))
+        if cursor is None:
+            cursor = self._cursors[id(named)] = self._read().cursor(named)
+        return cursor
+
+    def _end_reading(self) -> None:
+        cursors, self._cursors = self._cursors, {}
+        reader, self._reader = self._reader, None
+        for cursor in cursors.values():
+            cursor.close()
+        if reader is not None:
+            reader.abort()  # lmdb keeps it as a spare and renews it
 
 
 def _environment(folder: Path, map_bytes: int) -> lmdb.Environment:
