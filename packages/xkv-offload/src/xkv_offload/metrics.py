@@ -40,6 +40,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "Lookups answered later: the object was being verified, or waited for room in the ring",
         "manager",
     ),
+    "lookup_remote": ("Lookups answered later: the remote was being asked, or the object was on its way", "manager"),
+    "remote_timeouts": ("Requests that waited longer than xkv.pending_timeout_ms for the remote", "manager"),
     "lookup_unverified": ("Lookups answered with a miss since the object was not verified in time", "manager"),
     "pending_timeouts": ("Requests that waited longer than xkv.pending_timeout_ms", "manager"),
     "verify_failures": ("Objects that could not be verified", "manager"),
