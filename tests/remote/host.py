@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from remote.outcome import SEGMENT_MIB
 from stand.engines import EngineError, Request, StandError, counted
 from stand.gateways import Gateway
 from stand.models import LLAMA
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from stand.cases import Stand
 
 CAPACITY: Final = "24MiB"  # of a card: twelve prompts, so that what it has dropped comes from the remote
-SEGMENT: Final = "32MiB"  # of the pool, on each host: both together hold two thirds of all prompts
 SLOT_BYTES: Final = 65_536
 BLOCKS_PER_CHUNK: Final = 4
 OUTPUT_TOKENS: Final = 12
@@ -46,7 +46,7 @@ class Host:
         self._outcome = outcome
         self._asked = 0
         self.lost: Counter[str] = Counter()
-        url = f"mooncake://{master}?host={network.address(name)}&segment={SEGMENT}&memory=16MiB"
+        url = f"mooncake://{master}?host={network.address(name)}&segment={SEGMENT_MIB}MiB&memory=16MiB"
         with ExitStack() as stack:
             self.gateway = stack.enter_context(
                 Gateway(
@@ -93,9 +93,8 @@ class Host:
                 self._outcome.complain(f"{self.name}: {name} did not end; {counted(service)}")
             elif answer.finish_reason == "error" or not is_right(answer, right[name]):
                 self._outcome.wrong += 1
-                self._outcome.complain(
-                    f"{self.name}: {name} got {answer.tokens}, not {right[name]}; {counted(service)}"
-                )
+                got = f"{answer.tokens}, not {right[name]}"
+                self._outcome.complain(f"{self.name}: {name} got {got}; {counted(service)}")
         objects = service.counters.product["load_objects"]
         self._outcome.restored[self.name] += objects
         return objects
@@ -103,6 +102,10 @@ class Host:
     def fetched(self) -> int:
         """Objects that its gateway has had from the remote."""
         return int(self.gateway.status()["counters"]["remote_fetches"])
+
+    def put_bytes(self) -> int:
+        """What its gateway has put to the remote."""
+        return int(self.gateway.status()["counters"]["remote_store_bytes"])
 
     def await_put(self) -> None:
         """Until everything that the card has confirmed was put, or given up."""

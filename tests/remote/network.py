@@ -10,6 +10,7 @@ import subprocess
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -69,13 +70,12 @@ class Network:
             holder.wait()
 
     def _make(self) -> bool:
-        for host in HOSTS:
-            try:
-                self._holders[host] = subprocess.Popen(
-                    ["unshare", "--net", "sleep", str(HELD_S)], stderr=subprocess.DEVNULL
-                )
-            except OSError:
-                return False
+        try:
+            for host in HOSTS:
+                command = ["unshare", "--net", "sleep", str(HELD_S)]
+                self._holders[host] = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        except OSError:
+            return False
         if not self._await_namespaces() or not self._ip(SWITCH, "link", "add", "bridge", "type", "bridge"):
             return False
         self._must(SWITCH, "addr", "add", f"{self.address_of_real(SWITCH)}/24", "dev", "bridge")
@@ -101,9 +101,8 @@ class Network:
         while time.monotonic() < deadline:
             if any(holder.poll() is not None for holder in self._holders.values()):
                 return False
-            names = [subprocess.run(["cat", f"/proc/{holder.pid}/comm"], capture_output=True, check=False).stdout
-                     for holder in self._holders.values()]  # fmt: skip
-            if set(names) == {b"sleep\n"}:
+            names = {Path(f"/proc/{holder.pid}/comm").read_text() for holder in self._holders.values()}
+            if names == {"sleep\n"}:
                 return True
             time.sleep(0.02)
         return False

@@ -12,7 +12,6 @@ import threading
 import time
 from contextlib import ExitStack
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from remote.host import Host
@@ -25,6 +24,7 @@ from stand.pools import Pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from stand.runs import Options
 
@@ -132,9 +132,11 @@ class Run:
 
     def _pressure(self, hosts: list[Host]) -> None:
         """More than the pool takes: every prompt by every host, so that the pool drops what was stored before."""
+        before = sum(host.put_bytes() for host in hosts)
         for number in range(len(self._pool.prompts)):
             for host in hosts:
                 host.ask([number])
+        self._outcome.pressed_bytes = sum(host.put_bytes() for host in hosts) - before
         self._say(f"all {len(self._pool.prompts)} prompts by both hosts")
 
     def _across(self, part: str, store: Host, restore: Host) -> None:
