@@ -101,11 +101,11 @@ class Host:
 
     def fetched(self) -> int:
         """Objects that its gateway has had from the remote."""
-        return int(self.gateway.status()["counters"]["remote_fetches"])
+        return int(self.gateway.status()["counters"].get("remote_fetches", 0))
 
     def put_bytes(self) -> int:
         """What its gateway has put to the remote."""
-        return int(self.gateway.status()["counters"]["remote_store_bytes"])
+        return int(self.gateway.status()["counters"].get("remote_store_bytes", 0))
 
     def await_put(self) -> None:
         """Until everything that the card has confirmed was put, or given up."""

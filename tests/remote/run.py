@@ -36,8 +36,6 @@ CUT_S: Final = 10.0
 STOPPED_S: Final = 5.0
 HEAL_S_MAX: Final = 60.0  # until something comes across again; the gateway tries again after 10 s at the latest
 OUTPUT_TOKENS: Final = 12
-_COUNTED: Final = ("remote_fetches", "remote_fetches_corrupt", "remote_fetches_absent", "remote_asked_absent")
-_COUNTED_TOO: Final = ("remote_asked_failed", "remote_stores", "remote_stores_failed", "remote_ends")
 
 
 class Run:
@@ -82,7 +80,7 @@ class Run:
             self._parts(network, master, hosts)
             for host in hosts:
                 counters = host.gateway.status()["counters"]
-                self._outcome.remote.update({name: counters[name] for name in (*_COUNTED, *_COUNTED_TOO)})
+                self._outcome.remote.update({name: counters[name] for name in counters if name.startswith("remote_")})
                 self._outcome.remote.update(host.lost)
         return self._outcome
 

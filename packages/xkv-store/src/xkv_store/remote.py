@@ -33,13 +33,6 @@ log = logging.getLogger(__name__)
 
 LOG_INTERVAL_S: Final = 10.0  # one line about a remote that fails in so long; the counters tell how often
 ASKS_MAX: Final = 32_768  # objects whose existence is being asked for; for more there is no answer
-COUNTERS: Final = (
-    *("asked", "asked_found", "asked_absent", "asked_failed"),
-    *("fetches", "fetches_absent", "fetches_corrupt", "fetches_failed", "fetches_held", "fetches_not_admitted"),
-    *("fetches_refused", "fetch_bytes"),
-    *("stores", "stores_held", "stores_shed", "stores_failed", "stores_gone", "stores_too_large", "store_bytes"),
-    *("late_look", "late_load", "late_store", "starts", "ends"),
-)
 
 
 class Answers(Protocol):
@@ -90,9 +83,8 @@ class Remote:
                 self._ask(answers, start.seek, index, key)
 
     def _ask(self, answers: Answers, seek: int, index: int, key: ObjectKey) -> None:
-        self._counters["asked"] += 1
         if not self._link.is_up or self._draining or self._asked + len(self._asks) >= ASKS_MAX:
-            self._counters["asked_failed"] += 1
+            self._counters["remote_asked_failed"] += 1
             answers.sought(seek, SoughtObject(index, SoughtStatus.FAILED))
         else:
             self._asks.append((remote_key(key.encode(), self._card.geometry), answers, seek, index))
@@ -138,13 +130,12 @@ class Remote:
         self._asked -= len(taken)
         for (_, answers, seek, index), code in zip(taken, codes or [-1] * len(taken), strict=True):
             status = SoughtStatus.FOUND if code > 0 else SoughtStatus.FAILED if code < 0 else SoughtStatus.ABSENT
-            self._counters[f"asked_{status.name.lower()}"] += 1
+            self._counters[f"remote_asked_{status.name.lower()}"] += 1
             answers.sought(seek, SoughtObject(index, status))
 
     def counters(self) -> dict[str, int]:
-        """What has happened so far; the names begin with `remote_`."""
-        total = self._counters + self._fetches.counters + self._stores.counters + self._link.counters
-        return {f"remote_{name}": total[name] for name in COUNTERS}
+        """What has happened so far."""
+        return {**self._counters, **self._fetches.counters, **self._stores.counters, **self._link.counters}
 
     def status(self) -> dict[str, Any]:
         """For people and metrics."""

@@ -82,7 +82,7 @@ class RemoteFetches:
         elif self._is_held(key):
             on_sought(SoughtStatus.FOUND)
         elif not self._link.is_up or len(self._fetches) >= FETCHES_MAX or fragments > self._memory.slots:
-            self.counters["fetches_refused"] += 1
+            self.counters["remote_fetches_refused"] += 1
             on_sought(SoughtStatus.FAILED)
         else:
             fetch = _Fetch(key, encoded, fragments, time.time_ns() // 1000, now_ns, [on_sought])
@@ -131,10 +131,10 @@ class RemoteFetches:
             if code > 0:
                 self._take_in(fetch, code)
             elif code == NOT_FOUND:
-                self.counters["fetches_absent"] += 1
+                self.counters["remote_fetches_absent"] += 1
                 self._end(fetch, SoughtStatus.ABSENT)
             else:
-                self.counters["fetches_failed"] += 1
+                self.counters["remote_fetches_failed"] += 1
                 self._note("an object did not come from the remote", "no answer" if codes is None else code_text(code))
                 self._end(fetch, SoughtStatus.FAILED)
 
@@ -154,7 +154,10 @@ class RemoteFetches:
         )
         if isinstance(plan, PutRefusal):
             is_there = plan in {PutRefusal.HELD, PutRefusal.BUSY}  # or an engine is putting it just now
-            self.counters["fetches_held" if is_there else "fetches_not_admitted"] += 1
+            if is_there:
+                self.counters["remote_fetches_held"] += 1
+            else:
+                self.counters["remote_fetches_not_admitted"] += 1
             self._end(fetch, SoughtStatus.FOUND if is_there else SoughtStatus.FAILED)
             return
         slots = self._memory.views(fetch.place, plan.fragments)
@@ -174,7 +177,7 @@ class RemoteFetches:
             self._card.finish_put(plan, None)
             self._give(fetch)
             self._unconfirmed[plan.generation] = fetch
-            self.counters["fetch_bytes"] += plan.length
+            self.counters["remote_fetch_bytes"] += plan.length
             return
         self.writing -= 1
         failed = error if isinstance(error, MediumError) else MediumError(0, f"{type(error).__name__}: {error}")
@@ -182,13 +185,13 @@ class RemoteFetches:
         if isinstance(error, CorruptObject):
             self._corrupt(fetch, error)
             return
-        self.counters["fetches_failed"] += 1
+        self.counters["remote_fetches_failed"] += 1
         self._note("what came from the remote was not written", str(failed))
         self._end(fetch, SoughtStatus.FAILED)
 
     def _corrupt(self, fetch: _Fetch, error: CorruptObject) -> None:
         """It is a miss, and the remote is told to forget it."""
-        self.counters["fetches_corrupt"] += 1
+        self.counters["remote_fetches_corrupt"] += 1
         self._note("what came from the remote is not what was asked for", str(error))
         self._bad.append(remote_key(fetch.encoded, self._card.geometry))
         self._end(fetch, SoughtStatus.ABSENT)
@@ -199,7 +202,10 @@ class RemoteFetches:
         if fetch is None:
             return False
         self.writing -= 1
-        self.counters["fetches" if is_confirmed else "fetches_failed"] += 1
+        if is_confirmed:
+            self.counters["remote_fetches"] += 1
+        else:
+            self.counters["remote_fetches_failed"] += 1
         self._end(fetch, SoughtStatus.FOUND if is_confirmed else SoughtStatus.FAILED)
         return True
 

@@ -121,7 +121,7 @@ class Process:
         if self.state is LinkState.UP:
             for lane, flights in self._lanes.items():
                 if flights and now_ns - self._since_ns[lane] > CALL_NS_MAX[lane]:
-                    self.counters[f"late_{lane.value}"] += 1
+                    self.counters[f"remote_late_{lane.value}"] += 1
                     self._failed_lane = lane
                     self._end(f"a call to {lane.value} took longer than {CALL_NS_MAX[lane] / NS:.0f} s")
                     break
@@ -164,7 +164,7 @@ class Process:
         self._epoll.register(ours, select.EPOLLIN)
         self.state = LinkState.STARTING
         self._until_ns = now_ns + SET_UP_NS_MAX
-        self.counters["starts"] += 1
+        self.counters["remote_starts"] += 1
 
     def _receive(self, now_ns: int) -> None:
         while self._channel is not None:
@@ -228,7 +228,7 @@ class Process:
         wait_ns = min(RESTART_NS_MIN << min(self._failures, 16), RESTART_NS_MAX)
         self._failures += 1
         self._until_ns = now_ns + wait_ns
-        self.counters["ends"] += 1
+        self.counters["remote_ends"] += 1
         if reason != self._said:
             self._said = reason
             what = "the remote" if self._memory is not None else "the segment for the remote"

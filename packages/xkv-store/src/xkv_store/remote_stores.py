@@ -74,9 +74,9 @@ class RemoteStores:
     def add(self, plan: PutPlan) -> None:
         """The card has confirmed this object."""
         if self._memory.stores_max < plan.fragments:
-            self.counters["stores_too_large"] += 1
+            self.counters["remote_stores_too_large"] += 1
         elif len(self._queue) >= QUEUED_MAX:
-            self.counters["stores_shed"] += 1
+            self.counters["remote_stores_shed"] += 1
         else:
             self._queue.append(_Store(plan.key, plan.generation))
 
@@ -104,7 +104,7 @@ class RemoteStores:
         self._asked = 0
         for one, code in zip(asked, codes or [-1] * len(asked), strict=True):
             if code > 0:
-                self.counters["stores_held"] += 1
+                self.counters["remote_stores_held"] += 1
             elif code == 0:
                 self._absent.append(one)
             else:
@@ -116,7 +116,7 @@ class RemoteStores:
         if plan is None or plan.generation != one.generation:
             if plan is not None:
                 self._card.end_get(plan)
-            self.counters["stores_gone"] += 1
+            self.counters["remote_stores_gone"] += 1
             return True
         place = self._memory.take(plan.fragments, is_store=True)
         if place is None:
@@ -139,7 +139,7 @@ class RemoteStores:
             self._read.append(one)
             return
         self._give(one)
-        self.counters["stores_failed"] += 1
+        self.counters["remote_stores_failed"] += 1
         self._note("an object could not be read for the remote", str(error))
 
     def _put(self) -> None:
@@ -162,8 +162,8 @@ class RemoteStores:
         for one, code in zip(taken, codes or [-1] * len(taken), strict=True):
             self._give(one)
             if code == 0:
-                self.counters["stores"] += 1
-                self.counters["store_bytes"] += one.length
+                self.counters["remote_stores"] += 1
+                self.counters["remote_store_bytes"] += one.length
             else:
                 self._failed(one, "no answer" if codes is None else code_text(code))
 
@@ -173,7 +173,7 @@ class RemoteStores:
             one.not_before_ns = time.monotonic_ns() + RETRY_NS
             self._later.append(one)
             return
-        self.counters["stores_failed"] += 1
+        self.counters["remote_stores_failed"] += 1
         self._note("an object was not put to the remote", why)
 
     def _give(self, one: _Store) -> None:
