@@ -42,6 +42,7 @@ SOAK_TESTS = "tests/test_soak.py"  # two minutes, in the session `soak`
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
 PORT_TESTS = "tests/test_tp_ports.py"  # the one of the next that needs no engine
 RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
+REMOTE_LIBRARY = "mooncake"  # its folder, where it is installed
 RUN_S = 40  # of requests, for each release of a run without arguments
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
 
@@ -230,7 +231,30 @@ def engines(session: nox.Session) -> None:
             _run(session, result, target, "engines", f"--seconds={RUN_S}", *more)
 
 
-def _run_as_asked(session: nox.Session, name: str, module: str) -> None:
+@nox.session
+def remote(session: nox.Session) -> None:
+    """Two hosts with an engine each, and a real remote: -- --target RELEASE --seconds N --seed S [--canary] [--json].
+
+    Without arguments: a short run on the newest supported release, and a canary.
+    """
+    site = environments.remote(session)
+    if not (site / REMOTE_LIBRARY).is_dir():
+        session.warn(
+            f"{REMOTE_LIBRARY} has no wheel for this Python: a stand-in for it is tested, and no engine is run"
+        )
+    if session.posargs:
+        _run_as_asked(session, "remote", "remote", XKV_REMOTE_SITE=str(site))
+        return
+    target = _target(session, None)
+    with recorded(session, "remote", target.release) as result:
+        if not (site / REMOTE_LIBRARY).is_dir():
+            pytest(session, result, dev(session), "packages/xkv-store/tests/test_remote.py")
+            return
+        for more in ((), ("--canary",)):
+            _run(session, result, target, "remote", "--seconds=10", *more, XKV_REMOTE_SITE=str(site))
+
+
+def _run_as_asked(session: nox.Session, name: str, module: str, **env: str) -> None:
     """One run on the release that the session's arguments name, and with the others of them."""
     others = "and, for the run: --seconds N (60) --seed S (0) --canary --json"
     parser = argparse.ArgumentParser(prog=f"nox -s {name} --", allow_abbrev=False, epilog=others)
@@ -239,15 +263,15 @@ def _run_as_asked(session: nox.Session, name: str, module: str) -> None:
     target = _target(session, options.target)
     with recorded(session, name, target.release) as result:
         result.arguments = list(session.posargs)
-        _run(session, result, target, module, *rest)
+        _run(session, result, target, module, *rest, **env)
 
 
-def _run(session: nox.Session, result: Result, target: Target, module: str, *options: str) -> None:
+def _run(session: nox.Session, result: Result, target: Target, module: str, *options: str, **env: str) -> None:
     """Run real engines for a while with the release installed; its last line is the outcome's."""
     line = [of_target(session, target), "-m", module, *options]
     paths = os.pathsep.join(str(ROOT / path) for path in ("tests", "matrix"))
-    env = environ({**engine_env(target.release), "PYTHONPATH": paths})
-    done = subprocess.run(line, env=env, cwd=ROOT, check=False)
+    own = environ({**engine_env(target.release), "PYTHONPATH": paths, **env})
+    done = subprocess.run(line, env=own, cwd=ROOT, check=False)
     result.add({"passed" if done.returncode == 0 else "failed": 1})
 
 
@@ -317,6 +341,7 @@ EXPECTED = (
     *(("vendored", target.release) for target in SUPPORTED),
     *(("faults", target.release) for target in SUPPORTED),
     *(("demo", target.release) for target in SUPPORTED[-1:]),
+    *(("remote", target.release) for target in SUPPORTED[-1:]),
 )
 BEYOND_CI = (
     *(("stack", target.release) for target in INSTALLED if target.status == "followed"),
@@ -326,7 +351,7 @@ BEYOND_CI = (
 
 def _nox_name(name: str, target: str | None) -> str:
     """Give what nox calls it: the release of some sessions is an argument of their own."""
-    return name if name in ("demo", "faults") else title(name, target)
+    return name if name in ("demo", "faults", "remote") else title(name, target)
 
 
 def _matrix(session: nox.Session, *command: str) -> int:
@@ -470,7 +495,9 @@ def changelog(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Compile the hashed requirement files again (needs the network); `-- --upgrade` takes newer versions."""
     uv = environments.uv(session)
-    inputs = [ROOT / "requirements" / f"{name}.in" for name in ("tools", "run", "dev", "documents", "policies")]
+    inputs = [
+        ROOT / "requirements" / f"{name}.in" for name in ("tools", "run", "dev", "documents", "policies", "remote")
+    ]
     for source in (*inputs, *sorted((ROOT / "matrix" / "requirements").glob("*.in"))):
         compiled = source.with_suffix(".txt")
         session.run(

@@ -40,6 +40,7 @@ __all__ = [
     "of_target",
     "over",
     "policies",
+    "remote",
     "uv",
 ]
 
@@ -193,6 +194,13 @@ def documents(session: nox.Session) -> str:
 def policies(session: nox.Session) -> str:
     """Give the python of the environment that has the policies of others to compare ours with."""
     return environment(session, "policies", ROOT / "requirements" / "policies.txt")
+
+
+def remote(session: nox.Session) -> Path:
+    """Give the folder that has the remote's library, for a gateway beside an engine; none is in it on other Pythons."""
+    python = environment(session, "remote", ROOT / "requirements" / "remote.txt", ours=())
+    (site,) = Path(python).parents[1].glob("lib/python3*/site-packages")
+    return site
 
 
 def of_target(session: nox.Session, target: Target) -> str:

@@ -5,13 +5,12 @@ Owns: the line of a machine that lacks the library. Must not know: what a run do
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from typing import TYPE_CHECKING
 
+from remote.library import folder as folder_of_library
 from remote.run import Run
 from stand.runs import main
-from xkv_store.remote_child import LIBRARY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +27,6 @@ def run(stand: Stand, folder: Path, options: Options, say: Callable[[str], None]
 
 
 if __name__ == "__main__":
-    if importlib.util.find_spec(LIBRARY) is None:
-        sys.exit(f"nothing was run: {LIBRARY} is not installed here (requirements/remote.txt; Python 3.11)")
+    if folder_of_library() is None:
+        sys.exit("nothing was run: the remote's library is not installed here (requirements/remote.txt; Python 3.11)")
     sys.exit(main(sys.argv[1:], name="remote", run=run))

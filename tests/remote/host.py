@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from remote.library import environment as library_environment
 from remote.outcome import SEGMENT_MIB
 from stand.engines import EngineError, Request, StandError, counted
 from stand.gateways import Gateway
@@ -55,6 +56,7 @@ class Host:
                     slot_bytes=SLOT_BYTES,
                     options=("--remote", url),
                     prefix=network.on(name),
+                    environment=library_environment(),
                 )
             )
             config = stand.offloading(LLAMA, self.gateway, blocks_per_chunk=BLOCKS_PER_CHUNK)

@@ -5,17 +5,16 @@ Owns: its process, from its start to its end by its id. Must not know: who uses 
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from xkv_store.remote_child import LIBRARY
+from remote.library import folder as folder_of_library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
     from types import TracebackType
 
     from typing_extensions import Self
@@ -31,14 +30,13 @@ class Master:
 
     def __init__(self, folder: Path, address: str, prefix: Sequence[str]) -> None:
         """`prefix`: what makes a command run on its host."""
-        spec = importlib.util.find_spec(LIBRARY)
-        assert spec is not None
-        assert spec.submodule_search_locations
+        library = folder_of_library()
+        assert library is not None
         self._log = folder / "master.log"
         self._prefix = list(prefix)
         self._address = address
         self._command = [
-            *(*prefix, str(Path(spec.submodule_search_locations[0]) / "mooncake_master")),
+            *(*prefix, str(library / "mooncake_master")),
             *(f"--rpc_port={PORT}", f"--rpc_address={address}", "--metrics_port=0", "--enable_metric_reporting=false"),
             *(f"--client_ttl={CLIENT_TTL_S}", f"--default_kv_lease_ttl={LEASE_MS}"),
         ]

@@ -16,7 +16,7 @@ AFTER: Final = ("across", "master", "node", "partition", "pressure")
 """Parts of a run; behind each, one host restores what the other has stored."""
 
 
-SEGMENT_MIB: Final = 32  # of the pool, on each host: all together hold two thirds of the run's prompts
+SEGMENT_MIB: Final = 16  # of the pool, on each host: all together hold a third of the run's prompts
 POOL_BYTES: Final = (len(HOSTS) - 1) * SEGMENT_MIB << 20
 
 

@@ -28,7 +28,7 @@ from xkv_store.testing.points import ENVIRONMENT_NAME, POINTS
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -59,10 +59,12 @@ class Gateway:
         before: Gateway | None = None,
         options: Sequence[str] = (),
         prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`faults`: what goes wrong with its medium. `before`: the gateway of the rank before, on the port before.
 
-        `options`: further ones of its command; `prefix`: what comes before the command, so that it runs elsewhere.
+        `options`: further ones of its command; `prefix`: what comes before the command, so that it runs elsewhere;
+        `environment`: beside our own.
         """
         self._is_first = before is None
         self._port: int = PORT if before is None else before._port + 1
@@ -71,7 +73,7 @@ class Gateway:
         self._fragment_bytes = slot_bytes - HEADER_BYTES
         self._points = folder / "points"
         self._log = folder / "gateway.log"
-        self._environment = {**os.environ, ENVIRONMENT_NAME: str(self._points)}
+        self._environment = {**os.environ, **(environment or {}), ENVIRONMENT_NAME: str(self._points)}
         program = "xkv_store.cli"
         if faults is not None:
             program = "xkv_store.testing.faulty_gateway"
