@@ -1,5 +1,6 @@
 """Lookups of what the card lacks: one batch a step, none beyond the first sure miss, bounded in time and memory."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -67,7 +68,7 @@ def key_of(number: int, group: int = 0) -> bytes:
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     seeks = FakeSeeks()
     made = Rig(seeks, RemoteLookups(seeks, pending_seconds=PENDING_SECONDS, fragments={0: FRAGMENTS, 1: 0}))
-    monkeypatch.setattr(remote_lookups.time, "monotonic", lambda: made.now)
+    monkeypatch.setattr(time, "monotonic", lambda: made.now)
     return made
 
 

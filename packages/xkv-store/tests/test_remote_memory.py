@@ -25,8 +25,10 @@ def test_places_are_neighbours_and_come_back() -> None:
     assert (found.first, found.offset) == (4, 4 * 4_096)
     views = memory.views(found, 2)
     assert [len(view) for view in views] == [4_096, 4_096]
+    last = places[3]
+    assert last is not None
     with pytest.raises(AssertionError):
-        memory.give(places[3])
+        memory.give(last)
     memory.close()
 
 

@@ -80,6 +80,7 @@ class EmbeddedCard:
     linger_s: float | None = None
     io_threads: int | None = None
     slot_bytes: int | None = None
+    remote: str | None = None
 
 
 def daemon_arguments(card: EmbeddedCard, socket: Path) -> list[str]:
@@ -92,6 +93,7 @@ def daemon_arguments(card: EmbeddedCard, socket: Path) -> list[str]:
         "--linger-s": card.linger_s,
         "--io-threads": card.io_threads,
         "--slot-bytes": card.slot_bytes,
+        "--remote": card.remote,
     }
     for option, value in settings.items():
         if value is not None:
