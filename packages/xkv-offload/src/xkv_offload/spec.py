@@ -26,7 +26,6 @@ from xkv_compat.vllm_symbols import (
     schedules_ahead,
     vllm_version_text,
 )
-from xkv_store.client import Client
 from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.ring import staged_slots
 
@@ -46,9 +45,9 @@ from .config import parse
 from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
 from .metrics import Makers, definitions
-from .port_per_rank import card_of, reads_of
+from .port_per_rank import card_of, reads_of, seeks_of
 from .rank import RankContext
-from .remote_lookups import RemoteLookups
+from .remote_lookups import RemoteLookups, Seeks
 from .reports import failure_log, step_observer
 from .restore_policy import ChunkFacts, RestorePolicy, Stage
 from .staging import Reads, Staging
@@ -147,7 +146,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             ),
             staging=self._staging(reads, slots=slots, ranks=ranks) if reads is not None else None,
             policy=self._policy(engine, card, reads, ranks) if config.restore_policy == "when_faster" else None,
-            remote=None if adopted.own_because else self._remote(clients, slots),
+            remote=None if adopted.own_because else self._remote(seeks_of(clients), slots),
             words=Words(
                 miss=_framework.LookupResult.MISS,
                 hit=_framework.LookupResult.HIT,
@@ -187,12 +186,10 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             loads_in_steps=sync_loads.asked_for(view, self._features),
         )
 
-    def _remote(self, clients: Sequence[Client], slots: Sequence[int]) -> RemoteLookups | None:
+    def _remote(self, seeks: Seeks, slots: Sequence[int]) -> RemoteLookups:
         """Where what the card lacks may come from. `slots`: of a whole chunk of each group on one rank."""
-        if len(clients) > 1:  # a gateway for each rank: not supported yet (docs/remote.md)
-            return None
         return RemoteLookups(
-            clients[0].seeks,
+            seeks,
             pending_seconds=self._config.pending_timeout_ms / 1000,
             fragments=dict(zip((group.group_id for group in self._view.groups), slots, strict=True)),
         )
