@@ -175,7 +175,7 @@ class _Bench:
             slots = client.load_region.take(FRAGMENTS)
             assert slots is not None
             objects.append(GetObject(key, slots, 0))
-        statuses = _answers(lambda on_answer: client.get(objects, on_answer) and None, len(keys))
+        statuses = _answers(lambda on_answer: client.get(objects, on_answer), len(keys))
         self._check(statuses == {LoadStatus.OK})
         for one in objects:
             client.load_region.give(one.slots)
@@ -204,7 +204,7 @@ class _Bench:
             raise RuntimeError("something was not answered as it had to be")
 
 
-def _answers(begin: Callable[[Callable[[Any], None]], None], count: int) -> set[int]:
+def _answers(begin: Callable[[Callable[[Any], None]], object], count: int) -> set[int]:
     """Begin something, and the statuses of its answers when all have come."""
     answered = threading.Semaphore(0)
     statuses: list[int] = []

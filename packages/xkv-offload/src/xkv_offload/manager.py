@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from xkv_store.key import ObjectKey, chunk_tag, rank_bit
+from xkv_store.key import ObjectKey, chunk_tag
 
 from .announcements import Announcements
 from .asked import AskCounts
@@ -23,7 +23,7 @@ from .entries import Entry, entries, gateway_of
 from .identity import after_reset
 from .measuring import JobTimes, LookupTimes
 from .metrics import Increments
-from .remote_lookups import RemoteLookups
+from .remote_lookups import RemoteLookups, lacking_objects
 from .restore_policy import RestorePolicy
 from .staging import Answer, Staging
 from .transfer import StagedObject, XkvTransferSpec
@@ -200,16 +200,7 @@ class XkvManager:
         return self._miss
 
     def _lacking_objects(self, key: bytes) -> list[ObjectKey]:
-        """The objects of a chunk that the card does not hold."""
-        lacking: list[ObjectKey] = []
-        for salt, _, ranks in self._entries_of(key):
-            found = self._card.table.lookup(chunk_tag(salt, key[:-4]))
-            there = 0 if found is None else found[1]
-            group = int.from_bytes(key[-4:], "big")
-            lacking += [
-                ObjectKey(self._namespace, group, key[:-4], rank) for rank in ranks if not there & rank_bit(rank)
-            ]
-        return lacking
+        return lacking_objects(self._namespace, key, self._entries_of(key), self._card.table.lookup)
 
     def _verified(self, staging: Staging, key: bytes, req_id: str) -> Answer:
         """What staging says of a chunk that the card holds."""

@@ -1,7 +1,7 @@
 """A gateway for each rank, as one card (ADR 0011).
 
-Owns: `CardPerRank`, `ReadsPerRank`, `SeeksPerRank`: the manager's and staging's views of several gateways, of which each has one
-rank's objects.
+Owns: `CardPerRank`, `ReadsPerRank`, `SeeksPerRank`: what the manager, staging and remote lookups see of several
+gateways, of which each has one rank's objects.
 Must not know: how a gateway is reached, vLLM, what a hit is.
 """
 

@@ -7,14 +7,16 @@ Must not know: vLLM, the lookup table, what a remote is.
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Protocol
 
 from xkv_store.client_seeks import SoughtObject, SoughtStatus
-from xkv_store.key import ObjectKey
+from xkv_store.key import ObjectKey, chunk_tag, rank_bit
+
+from .entries import Entry
 
 CHUNKS_MAX = 1 << 16  # remembered; beyond it the oldest are forgotten, and asked for again
 REQUESTS_MAX = 1 << 14  # that have waited; vLLM tells of the end of each
@@ -53,6 +55,19 @@ class _Chunk:
     until: float
     outstanding: int
     worst: SoughtStatus = SoughtStatus.FOUND
+
+
+def lacking_objects(
+    namespace: bytes, key: bytes, entries: Iterable[Entry], lookup: Callable[[int], tuple[int, int] | None]
+) -> list[ObjectKey]:
+    """The objects of a chunk that the card does not hold. `lookup`: of its table."""
+    lacking: list[ObjectKey] = []
+    group, block_hash = int.from_bytes(key[-4:], "big"), key[:-4]
+    for salt, _, ranks in entries:
+        found = lookup(chunk_tag(salt, block_hash))
+        there = 0 if found is None else found[1]
+        lacking += [ObjectKey(namespace, group, block_hash, rank) for rank in ranks if not there & rank_bit(rank)]
+    return lacking
 
 
 class RemoteLookups:
