@@ -50,7 +50,7 @@ ROUNDS: Final = 5
 BATCH: Final = 8  # of one call of the library: as many bytes as the gateway takes together
 RING_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes
 WAIT_S_MAX: Final = 60.0
-POLL_S: Final = 0.002
+POLL_S: Final = 0.01  # each look costs the gateway as much as a small put
 NAMESPACE: Final = os.urandom(16)
 HOST: Final = "127.0.0.1"
 

@@ -114,12 +114,8 @@ class Served:
 
 @pytest.fixture
 def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    fake_library.make(tmp_path / "library")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "library"), *sys.path])
-    folder = tmp_path / "pool"
-    folder.mkdir()
-    monkeypatch.setenv(fake_library.POOL_VARIABLE, str(folder))
-    return folder
+    return fake_library.make(tmp_path / "library")
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FETCHES_MAX: Final = 16_384  # objects that are waited for: a few requests of the longest prompts
 TOGETHER_MAX: Final = 32  # objects of one load
-TOGETHER_BYTES_MAX: Final = 64 << 20  # of one load: a bound of 3 s holds at 200 Mbit/s
+TOGETHER_BYTES_MAX: Final = 32 << 20  # of one load: while it is proved and written, the next comes; 3 s at 90 Mbit/s
 WAITS_NS_MAX: Final = 4_000_000_000  # for its turn: an engine has given up by then
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 QUEUED_MAX: Final = 16_384  # objects of which a remote has not been asked yet: some MB; more is not put there
 ASKED_MAX: Final = 256  # in one call: below a millisecond of the master's
 TOGETHER_MAX: Final = 32  # objects of one put
-TOGETHER_BYTES_MAX: Final = 32 << 20  # of one put: a bound of 10 s holds at 30 Mbit/s
+TOGETHER_BYTES_MAX: Final = 16 << 20  # of one put: a bound of 10 s holds at 15 Mbit/s
+TOGETHER_BYTES_MIN: Final = 8 << 20  # worth a put while more is being read
 TRIES_MAX: Final = 3  # a node that has just gone is chosen by the master until it has noticed
 RETRY_NS: Final = 2_000_000_000
 
@@ -90,7 +91,7 @@ class RemoteStores:
             self._ask()
         while self._absent and self._begin_read(self._absent[0]):
             self._absent.popleft()
-        if self._read and self._link.has_room(Lane.STORE) and (not self._reading or len(self._read) >= TOGETHER_MAX):
+        while self._read and self._link.has_room(Lane.STORE) and (not self._reading or self._is_worth_a_put()):
             self._put()
 
     def _ask(self) -> None:
@@ -141,6 +142,9 @@ class RemoteStores:
         self._give(one)
         self.counters["remote_stores_failed"] += 1
         self._note("an object could not be read for the remote", str(error))
+
+    def _is_worth_a_put(self) -> bool:
+        return len(self._read) >= TOGETHER_MAX or sum(one.length for one in self._read) >= TOGETHER_BYTES_MIN
 
     def _put(self) -> None:
         taken: list[_Store] = []

@@ -13,26 +13,30 @@ import time
 from pathlib import Path
 from typing import Final
 
-POOL_VARIABLE: Final = "XKV_FAKE_POOL"
 NOT_FOUND: Final = -704
 NO_MASTER: Final = -900
 HANG_S: Final = 0.02
 
 
-def make(folder: Path) -> None:
-    """Write a package `mooncake` into `folder`, and a pool beside it."""
-    package = folder / "mooncake"
+def make(folder: Path) -> Path:
+    """Write a package `mooncake` into `folder`, to be put on the module path; returns its pool's folder."""
+    package, pool = folder / "mooncake", folder / "pool"
     package.mkdir(parents=True)
+    pool.mkdir()
     (package / "__init__.py").write_text("")
-    module = __name__.split(".", maxsplit=__name__.count("."))[-3:]
-    (package / "store.py").write_text(f"from {'.'.join(module)} import FakePool as MooncakeDistributedStore\n")
+    module = ".".join(__name__.split(".")[-3:])  # as the gateway's process names this package
+    (package / "store.py").write_text(
+        f"from functools import partial\nfrom {module} import FakePool\n"
+        f"MooncakeDistributedStore = partial(FakePool, {str(pool)!r})\n"
+    )
+    return pool
 
 
 class FakePool:
     """The calls that are used. A file `hang-look` (load, store) makes these calls wait; `down`: there is no master."""
 
-    def __init__(self) -> None:
-        self._folder = Path(os.environ[POOL_VARIABLE])
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
 
     def _waits(self, lane: str) -> bool:
         """Wait as long as asked; whether the master answers."""
