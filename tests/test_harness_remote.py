@@ -84,7 +84,8 @@ def test_what_one_machine_has_stored_another_restores(rig: Rig, hosts: tuple[Gat
     restored = engine.serve("across", TOKENS, output_tokens=20)
     assert restored.loaded(0) == [tuple(range(BLOCKS))]
     assert PROCESS_COUNTERS["lookup_remote"] > waited
-    assert other.status()["counters"]["remote_fetches"] == other.status()["counters"]["get_ok"] > 0
+    # Some releases look up more of a window's group than they load, while they wait.
+    assert other.status()["counters"]["remote_fetches"] >= other.status()["counters"]["get_ok"] > 0
     engine.forget()
     asked = other.status()["counters"]["remote_asked_found"]
     again = engine.serve("again", TOKENS, output_tokens=20)
@@ -130,6 +131,7 @@ def test_a_remote_that_hangs_costs_a_request_its_bound(
     await_up(other)
     served = engine.serve("others", OTHERS, output_tokens=3)
     assert served.loads == []
+    engine.await_stores()
     engine.forget()
     assert engine.serve("held", OTHERS, output_tokens=3).loaded(0) == [tuple(range(BLOCKS))], "the card is as ever"
 
