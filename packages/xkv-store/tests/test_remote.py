@@ -12,14 +12,17 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from xkv_store import remote_link, wire
+from xkv_store.attachment import Attachment
 from xkv_store.card import CardOptions
+from xkv_store.client import Client
+from xkv_store.embedded import EmbeddedCard
 from xkv_store.errors import UserError
 from xkv_store.gateway import Gateway, GatewayOptions
 from xkv_store.geometry import Geometry
@@ -29,8 +32,9 @@ from xkv_store.remote_format import remote_key
 from xkv_store.remote_words import Lane
 from xkv_store.testing import fake_library
 from xkv_store.testing.peer import Peer
+from xkv_store.tool import Tool
 from xkv_store.wire import LoadStatus, Role, StoreStatus
-from xkv_store.wire_remote import Seek, SeekObject, Sought, SoughtStatus
+from xkv_store.wire_remote import Seek, SeekObject, Sought, SoughtObject, SoughtStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -277,3 +281,41 @@ def test_without_the_library_one_line_says_what_to_install(tmp_path: Path, monke
         gateway.open()
     assert "\n" not in str(error.value)
     gateway.close()
+
+
+def test_an_embedded_card_has_one_too(tmp_path: Path, pool: Path) -> None:
+    assert pool.is_dir()
+    embedded = EmbeddedCard(
+        folder=tmp_path / "card", capacity_bytes=16 << 20, linger_s=1.0, slot_bytes=SLOT_BYTES, remote=URL
+    )
+    socket = tmp_path / "s" / "card.sock"
+    attachment = Attachment(
+        socket=socket,
+        engine_id="e",
+        role=Role.SCHEDULER,
+        rank=0,
+        world_size=1,
+        ring_bytes=16 * SLOT_BYTES,
+        load_reserve_bytes=4 * SLOT_BYTES,
+        staged_bytes=0,
+        fragment_bytes=GEOMETRY.fragment_bytes,
+        connect_timeout_ms=20_000,
+        heartbeat_timeout_ms=3_000,
+        embedded=embedded,
+    )
+    client = Client.attach(attachment)
+    try:
+        assert client.seeks.usable
+        with closing(Tool(socket)) as tool:
+            wait_until(lambda: json.loads(tool.status())["remote"]["state"] == "up")
+        answers: list[SoughtObject] = []
+        key = ObjectKey.decode(key_of(1))
+        client.seeks.ask([(key, FRAGMENTS)] * 1_500, fetch=False, on_answer=answers.append)
+        wait_until(lambda: len(answers) == 1_500)
+        assert sorted(one.index for one in answers) == list(range(1_500)), "three messages, one batch of the caller's"
+        assert {one.status for one in answers} == {SoughtStatus.ABSENT}
+    finally:
+        client.close()
+    wait_until(lambda: not socket.exists())
+    client.seeks.ask([(key, FRAGMENTS)] * 3, fetch=True, on_answer=answers.append)
+    assert [one.status for one in answers[1_500:]] == [SoughtStatus.FAILED] * 3, "there is no session any more"

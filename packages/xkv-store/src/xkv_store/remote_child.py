@@ -13,6 +13,7 @@ import importlib.util
 import mmap
 import os
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LIBRARY: Final = "mooncake"
+PR_SET_PDEATHSIG: Final = 1
 LIBRARY_BUFFER_BYTES: Final = 16 << 20  # the library's own, for what it is not given memory for: nothing of ours
 OURS: Final = -1_000_000  # a code that the library does not have: the call raised
 
@@ -63,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--socket-fd", type=int, required=True)
     parser.add_argument("--memory-fd", type=int, help="serve calls over this memory; without it: hold the segment")
     options = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    # However the gateway ends, and whatever the library is waiting for then: this process ends with it.
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     address = RemoteAddress.parse(options.address, "--address")
     channel = socket.socket(fileno=options.socket_fd)
     is_holder = options.memory_fd is None
