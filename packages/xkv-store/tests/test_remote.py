@@ -62,7 +62,7 @@ class Served:
         self.gateway = Gateway(
             GatewayOptions(
                 socket=folder / "g.sock",
-                card=CardOptions(folder=folder / "card", capacity_bytes=16 << 20, slot_bytes=SLOT_BYTES),
+                card=CardOptions(folder=folder / "card", capacity_bytes=16 << 20, slot_bytes=SLOT_BYTES, grace_ms=200),
                 remote=None if url is None else RemoteAddress.parse(url, "--remote"),
             )
         )
@@ -319,3 +319,15 @@ def test_an_embedded_card_has_one_too(tmp_path: Path, pool: Path) -> None:
     wait_until(lambda: not socket.exists())
     client.seeks.ask([(key, FRAGMENTS)] * 3, fetch=True, on_answer=answers.append)
     assert [one.status for one in answers[1_500:]] == [SoughtStatus.FAILED] * 3, "there is no session any more"
+
+
+def test_a_full_card_makes_room_for_what_comes(serve: Callable[..., Served]) -> None:
+    """Else whoever needs the remote most, a machine whose card is full, would have nothing of it."""
+    one, other = serve(), serve()
+    one.put(*range(20))
+    wait_until(lambda: one.counted("remote_stores") == 20)
+    for number in range(100, 160):  # of four slots each: all 240
+        other.rank.put(content_of(number), key_of(number))
+    assert other.status()["slots"]["free"] < 20 * FRAGMENTS
+    found = [other.seek(number, fetch=True)[0] for number in range(20)]
+    assert found == [SoughtStatus.FOUND] * 20, other.status()["counters"]

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 FETCHES_MAX: Final = 16_384  # objects that are waited for: a few requests of the longest prompts
 TOGETHER_MAX: Final = 32  # objects of one load
 TOGETHER_BYTES_MAX: Final = 32 << 20  # of one load: while it is proved and written, the next comes; 3 s at 90 Mbit/s
+ADMIT_NS_MIN: Final = 250_000_000  # between two attempts: each looks for what may leave
+ADMITTED_NS_MAX: Final = 1_500_000_000  # after it was asked for: a full card makes room, and an engine waits for 2 s
 WAITS_NS_MAX: Final = 4_000_000_000  # for its turn: an engine has given up by then
 
 
@@ -64,6 +66,8 @@ class RemoteFetches:
         self._note = note
         self._fetches: dict[bytes, _Fetch] = {}
         self._queue: deque[_Fetch] = deque()
+        self._refused: list[tuple[_Fetch, SlotHeader]] = []  # by the card, for want of slots
+        self._admit_after_ns = 0
         self._unconfirmed: dict[int, _Fetch] = {}  # by generation
         self._bad: deque[str] = deque(maxlen=TOGETHER_MAX)  # remote keys of what was no such object
         self.writing = 0
@@ -97,6 +101,11 @@ class RemoteFetches:
         """Do what can be done now."""
         while self._queue and (not self._link.is_up or now_ns - self._queue[0].since_ns > WAITS_NS_MAX):
             self._end(self._queue.popleft(), SoughtStatus.FAILED)
+        if self._refused and now_ns >= self._admit_after_ns:
+            self._admit_after_ns = now_ns + ADMIT_NS_MIN
+            refused, self._refused = self._refused, []
+            for fetch, header in refused:
+                self._admit(fetch, header)
         while self._queue and self._link.has_room(Lane.LOAD) and self._begin():
             pass
         if self._bad and self._link.has_room(Lane.LOOK):
@@ -149,16 +158,15 @@ class RemoteFetches:
             self._corrupt(fetch, error)
             return
         assert remote_bytes(header.length, geometry) <= fetch.fragments * geometry.slot_bytes
+        self._admit(fetch, header)
+
+    def _admit(self, fetch: _Fetch, header: SlotHeader) -> None:
+        assert fetch.place is not None
         plan = self._card.begin_put(
             fetch.key, header.length, fetch.family, header.position, replace=False, now_ns=time.monotonic_ns()
         )
         if isinstance(plan, PutRefusal):
-            is_there = plan in {PutRefusal.HELD, PutRefusal.BUSY}  # or an engine is putting it just now
-            if is_there:
-                self.counters["remote_fetches_held"] += 1
-            else:
-                self.counters["remote_fetches_not_admitted"] += 1
-            self._end(fetch, SoughtStatus.FOUND if is_there else SoughtStatus.FAILED)
+            self._not_admitted(fetch, header, plan)
             return
         slots = self._memory.views(fetch.place, plan.fragments)
         run = partial(self._prove_and_write, plan, header, slots)
@@ -166,6 +174,17 @@ class RemoteFetches:
         then = partial(self._written, fetch, plan)
         if not self._work.submit(run, then, is_store=False, cost=plan.fragments):
             then(MediumError(0, "no room"))
+
+    def _not_admitted(self, fetch: _Fetch, header: SlotHeader, refusal: PutRefusal) -> None:
+        """The card has it, or an engine is putting it just now; or it has no slots, and makes some free meanwhile."""
+        if refusal in {PutRefusal.HELD, PutRefusal.BUSY}:
+            self.counters["remote_fetches_held"] += 1
+            self._end(fetch, SoughtStatus.FOUND)
+        elif refusal is PutRefusal.SHED and time.monotonic_ns() - fetch.since_ns < ADMITTED_NS_MAX:
+            self._refused.append((fetch, header))
+        else:
+            self.counters["remote_fetches_not_admitted"] += 1
+            self._end(fetch, SoughtStatus.FAILED)
 
     def _prove_and_write(self, plan: PutPlan, header: SlotHeader, slots: Sequence[memoryview]) -> None:
         """On a thread: prove what came as what it was there, then seal it as ours."""
