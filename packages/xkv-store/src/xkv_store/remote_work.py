@@ -14,7 +14,7 @@ from .io_pool import IoPool, Job, Lane
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-THREADS: Final = 2  # one is always left for what was fetched, for which somebody waits
+THREADS: Final = 4  # some make checksums; one is always left for what was fetched, for which somebody waits
 
 
 class RemoteWork:
