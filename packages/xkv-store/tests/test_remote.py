@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from xkv_store import remote_link, wire
+from xkv_store import remote_link, remote_stores, wire
 from xkv_store.attachment import Attachment
 from xkv_store.card import CardOptions
 from xkv_store.client import Client
@@ -66,6 +66,7 @@ class Served:
                 remote=None if url is None else RemoteAddress.parse(url, "--remote"),
             )
         )
+        self.socket = folder / "g.sock"
         opened = threading.Event()
         self.thread = threading.Thread(target=self._run, args=(opened,))
         self.thread.start()
@@ -331,3 +332,45 @@ def test_a_full_card_makes_room_for_what_comes(serve: Callable[..., Served]) -> 
     assert other.status()["slots"]["free"] < 20 * FRAGMENTS
     found = [other.seek(number, fetch=True)[0] for number in range(20)]
     assert found == [SoughtStatus.FOUND] * 20, other.status()["counters"]
+
+
+def test_what_finds_no_room_is_tried_again_and_then_given_up(
+    serve: Callable[..., Served], pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_stores, "RETRY_NS", 50_000_000)
+    served = serve()
+    with asked_for(pool, "full"):
+        served.put(1)
+        wait_until(lambda: served.counted("remote_stores_failed") == 1)
+        assert served.status()["remote"]["storing"] == 0
+    monkeypatch.setattr(remote_stores, "RETRY_NS", 1_000_000_000)
+    (pool / "full").touch()
+    served.put(2)
+    wait_until(lambda: served.status()["remote"]["storing"] == 1)
+    time.sleep(0.3)
+    (pool / "full").unlink()
+    wait_until(lambda: served.counted("remote_stores") == 1)
+    assert stored(pool, 2).exists()
+    assert served.counted("remote_stores_failed") == 1
+    assert served.status()["remote"]["memory_slots_free"] == (4 << 20) // SLOT_BYTES
+
+
+def test_what_cannot_go_is_counted_and_nobody_waits_for_it(
+    serve: Callable[..., Served], pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A queue that is full, an object that has left the card before its turn, and one that the memory does not hold."""
+    monkeypatch.setattr(remote_stores, "QUEUED_MAX", 2)
+    (pool / "down").touch()
+    served = serve()
+    served.put(1, 2, 3)
+    assert served.counted("remote_stores_shed") == 1
+    with closing(Tool(served.socket)) as tool:
+        (held,) = [one for one in tool.objects(b"") if one.key == key_of(1)]
+        assert tool.purge([held]).objects == 1
+    (pool / "down").unlink()
+    wait_until(lambda: served.counted("remote_stores_gone") == 1)
+    wait_until(lambda: served.counted("remote_stores") == 1)
+    assert [stored(pool, number).exists() for number in (1, 2, 3)] == [False, True, False]
+    large = random.Random(9).randbytes(40 * GEOMETRY.fragment_bytes)  # of 64 slots stores may take half
+    assert served.rank.put(large, key_of(9)) is StoreStatus.CONFIRMED
+    assert served.counted("remote_stores_too_large") == 1

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 NOT_FOUND: Final = -704
+NO_ROOM: Final = -200
 NO_MASTER: Final = -900
 HANG_S: Final = 0.02
 
@@ -33,7 +34,10 @@ def make(folder: Path) -> Path:
 
 
 class FakePool:
-    """The calls that are used. A file `hang-look` (load, store) makes these calls wait; `down`: there is no master."""
+    """The calls that are used.
+
+    A file `hang-look` (load, store) makes these calls wait; `down`: there is no master; `full`: no room.
+    """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
@@ -83,6 +87,8 @@ class FakePool:
         """0, or a code."""
         if not self._waits("store"):
             return [NO_MASTER] * len(keys)
+        if (self._folder / "full").exists():
+            return [NO_ROOM] * len(keys)
         for key, address, size in zip(keys, addresses, sizes, strict=True):
             if not (self._folder / key).exists():
                 part = self._folder / f".{key}"
