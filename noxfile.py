@@ -30,14 +30,16 @@ from xkv_matrix.outcomes import Outcome, read_outcome
 from xkv_matrix.targets import TARGETS_VARIABLE, Target
 
 SOURCES = (*(f"{package}/src" for package in PACKAGES), "matrix/xkv_matrix")
+BUILDS = tuple(f"{package}/{part}" for package in PACKAGES for part in ("hatch_build.py", "native"))
 # Checked in one mypy run each: conftest.py and test modules of different folders may bear the same name.
 TEST_ROOTS = (*(f"{package}/tests" for package in PACKAGES), "matrix/tests")
 # Tests that need a release: the backend's, its scheduler and connector driven without a model, and real engines.
 BACKEND_TESTS = "packages/xkv-offload/tests"
 HARNESS_TESTS = "tests/test_harness_*.py"
+CALLS_TEST = "tests/test_harness_calls.py"  # last: it judges what all others have called
 ENGINE_TESTS = "tests/test_stack_*.py"
 # Those that take long for one thing, at which every release's harness looks.
-NEWEST_TESTS = ("tests/test_stack_adaptive.py", "tests/test_stack_eviction.py")
+NEWEST_TESTS = ("tests/test_stack_adaptive.py", "tests/test_stack_eviction.py", "tests/test_stack_serve.py")
 SOAK_TESTS = "tests/test_soak.py"  # two minutes, in the session `soak`
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
 PORT_TESTS = "tests/test_tp_ports.py"  # the one of the next that needs no engine
@@ -84,7 +86,7 @@ def types(session: nox.Session) -> None:
     """Mypy, strict, over everything that is Python."""
     with recorded(session, "types") as result:
         python = dev(session)
-        places = (*SOURCES, "noxfile.py", "dev.py", "development", "tests", "demo", "bench")
+        places = (*SOURCES, *BUILDS, "noxfile.py", "dev.py", "development", "tests", "demo", "bench")
         check(session, result, python, "-m", "mypy", *there(*places))
         for root in there(*TEST_ROOTS):
             paths = [str(ROOT / path) for path in (*there(*SOURCES[:-1], "matrix"), root)]
@@ -110,7 +112,7 @@ def test(session: nox.Session) -> None:
         crossing = [path for path in there("tests/test_*.py") if path not in elsewhere]
         own = ("packages/xkv-store/tests", "compat/tests", "matrix/tests")
         paths = session.posargs or [*must_be_there(session, result, *own), *crossing]
-        pytest(session, result, python, *paths, env=MATRIX_ENV)
+        pytest(session, result, python, *paths, env=MATRIX_ENV, at_once=True)
 
 
 @nox.session
@@ -128,10 +130,19 @@ def stack(session: nox.Session, target: Target) -> None:
     """Tests of the backend, and real engines where they run on a CPU, with the release installed."""
     with recorded(session, "stack", target.release) as result:
         python = of_target(session, target)
-        wanted = (BACKEND_TESTS, HARNESS_TESTS, *((ENGINE_TESTS,) if target.engine else (IMPORT_TESTS, PORT_TESTS)))
-        left_out = () if target in SUPPORTED[-1:] else there(*NEWEST_TESTS)
-        paths = session.posargs or [one for one in must_be_there(session, result, *wanted) if one not in left_out]
-        pytest(session, result, python, *paths, env=engine_env(target.release))
+        env = engine_env(target.release)
+        if session.posargs:
+            pytest(session, result, python, *session.posargs, env=env)
+            return
+        wanted = (BACKEND_TESTS, HARNESS_TESTS, *(() if target.engine else (IMPORT_TESTS, PORT_TESTS)))
+        left_out = (CALLS_TEST, *(() if target in SUPPORTED[-1:] else there(*NEWEST_TESTS)))
+        paths = [one for one in must_be_there(session, result, *wanted) if one not in left_out]
+        with tempfile.TemporaryDirectory(prefix="xkv-") as made:
+            env["XKV_CALLS"] = made
+            pytest(session, result, python, *paths, env=env, at_once=True)
+            last = (CALLS_TEST, *((ENGINE_TESTS,) if target.engine else ()))
+            paths = [one for one in must_be_there(session, result, *last) if one not in left_out[1:]]
+            pytest(session, result, python, *paths, env=env)
 
 
 @nox.session

@@ -26,12 +26,15 @@ from development.places import PACKAGES, ROOT
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Package", "build", "faults", "main", "packages", "version_faults", "versions", "wheel_metadata"]
+__all__ = ["Package", "build", "faults", "main", "packages", "version_faults", "versions", "wheel_metadata", "wheel_of"]
 
 BUILD_S_MAX: Final = 120  # a second each on a quiet machine
 SOURCES: Final = (".py", ".typed")  # all that a package is made of
+LIBRARY: Final = "libxkv.so.1"  # of the package that has `native/`, where there is a C compiler
+BUILD_PARTS: Final = ("hatch_build.py", "native/build.py", "native/xkv.c")  # what it is made of, in that one's sdist
 ARCHIVE_TEXTS: Final = (".gitignore", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml")
 METADATA: Final = ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")
+PURE: Final = "py3-none-any.whl"
 VERSION: Final = re.compile(r'(?m)^__version__ = "(\d+\.\d+\.\d+(?:(?:a|b|rc)\d+)?)"$')
 ENTRY_POINTS: Final = re.compile(r"(?m)^\[project\.(scripts|entry-points\..+)\]$")
 LICENCE: Final = "Apache-2.0"
@@ -45,6 +48,7 @@ class Package:
     folder: Path
     module: str
     entry_points: bool
+    native: bool = False
 
     @property
     def source(self) -> Path:
@@ -58,7 +62,8 @@ def packages(root: Path = ROOT, folders: Sequence[str] = PACKAGES) -> tuple[Pack
     for folder in folders:
         (source,) = [path.parent for path in (root / folder / "src").glob("*/__init__.py")]
         text = (root / folder / "pyproject.toml").read_text()
-        found.append(Package(root / folder, source.name, bool(ENTRY_POINTS.search(text))))
+        native = (root / folder / "native").is_dir()
+        found.append(Package(root / folder, source.name, bool(ENTRY_POINTS.search(text)), native))
     return tuple(found)
 
 
@@ -116,10 +121,16 @@ def _built(folder: Path, into: Path, env: Mapping[str, str], umask: int, *kinds:
         raise SystemExit(f"error: {folder} cannot be built\n{done.stderr}")
 
 
+def _names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {Path(name).name for name in archive.namelist()}
+
+
 def build(into: Path, root: Path = ROOT, folders: Sequence[str] = PACKAGES) -> list[str]:
     """Build all packages into a folder; what a second build, or one from the sdist, gives otherwise, as faults.
 
-    The second build is of a copy elsewhere, with other times, modes, umask and time zone.
+    The second build is of a copy elsewhere, with other times, modes, umask and time zone. Without a compiler, what
+    holds a library here must come out as a wheel for any platform.
     """
     env = _epoch(root)
     with tempfile.TemporaryDirectory() as scratch:
@@ -145,6 +156,15 @@ def build(into: Path, root: Path = ROOT, folders: Sequence[str] = PACKAGES) -> l
                 for other in others
                 if not (other / name).is_file() or (other / name).read_bytes() != (first / name).read_bytes()
             ]
+        for wheel in sorted(path for path in first.glob("*.whl") if not path.name.endswith(PURE)):
+            (folder,) = [
+                folder for folder in folders if Path(folder).name == wheel.name.split("-")[0].replace("_", "-")
+            ]
+            pure = Path(scratch, "pure")
+            _built(root / folder, pure, {**env, "CC": "no-such-compiler"}, 0o022, "wheel")
+            name = "-".join([*wheel.name.split("-")[:2], PURE])
+            if [path.name for path in pure.iterdir()] != [name] or LIBRARY in _names(pure / name):
+                wrong.append(f"{wheel.name}: without a compiler it is no wheel for any platform")
         shutil.rmtree(into, ignore_errors=True)
         shutil.copytree(first, into)
     return wrong
@@ -158,6 +178,12 @@ def wheel_metadata(wheel: Path) -> email.message.Message:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         return email.parser.Parser().parsestr(archive.read(name).decode())
+
+
+def wheel_of(folder: Path, module: str, version: str) -> Path:
+    """Give the one wheel of this module in a folder, whatever its platform; the one for any where there is none."""
+    found = [*folder.glob(f"{module}-{version}-py3-none-*.whl")]
+    return found[0] if len(found) == 1 else folder / f"{module}-{version}-{PURE}"
 
 
 def _sources(package: Package) -> list[str]:
@@ -175,6 +201,7 @@ def _wheel_faults(package: Package, wheel: Path, version: str) -> Iterator[str]:
     info = f"{package.module}-{version}.dist-info"
     wanted = [*_sources(package), *(f"{info}/{name}" for name in METADATA)]
     wanted += [f"{info}/entry_points.txt"] if package.entry_points else []
+    wanted += [] if wheel.name.endswith(PURE) else [f"{package.module}/{LIBRARY}"]
     with zipfile.ZipFile(wheel) as archive:
         yield from _differences(wheel.name, archive.namelist(), wanted)
         if f"{package.module}/py.typed" not in archive.namelist():
@@ -194,6 +221,7 @@ def _wheel_faults(package: Package, wheel: Path, version: str) -> Iterator[str]:
 def _sdist_faults(package: Package, sdist: Path, version: str) -> Iterator[str]:
     top = f"{package.module}-{version}"
     wanted = [f"{top}/{name}" for name in ARCHIVE_TEXTS] + [f"{top}/src/{name}" for name in _sources(package)]
+    wanted += [f"{top}/{name}" for name in BUILD_PARTS] if package.native else []
     with tarfile.open(sdist) as archive:
         members = archive.getmembers()
     yield from _differences(sdist.name, [member.name for member in members if not member.isdir()], wanted)
@@ -206,7 +234,8 @@ def faults(folder: Path, found: Sequence[Package]) -> Iterator[str]:
     expected: list[str] = []
     for package in found:
         version = versions(found)[package.module]
-        wheel = folder / f"{package.module}-{version}-py3-none-any.whl"
+        pure = folder / f"{package.module}-{version}-{PURE}"
+        wheel = wheel_of(folder, package.module, version) if package.native else pure
         sdist = folder / f"{package.module}-{version}.tar.gz"
         expected += [wheel.name, sdist.name]
         yield from _wheel_faults(package, wheel, version) if wheel.is_file() else ()

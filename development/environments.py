@@ -50,6 +50,7 @@ DOCUMENTS_ENV = {"PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in ("ma
 ENVIRONMENTS = STATE / "envs"
 LARGE_IMPORT = "vllm.entrypoints.llm"  # nearly everything that an engine imports
 FIRST_IMPORT_S_MAX = 900  # half a minute on a quiet machine
+COMPILE_S_MAX = 300  # a second on a quiet machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +125,18 @@ def _whole(session: nox.Session, name: str, seed: Sequence[bytes]) -> Iterator[t
 def environment(
     session: nox.Session, name: str, needs: Path, engine: Engine | None = None, ours: Sequence[str] = PACKAGES
 ) -> str:
-    """Give the python of the environment called `name`, making it when what it `needs` has changed."""
+    """Give the python of the environment called `name`, making it when what it `needs` has changed.
+
+    All have our packages from the tree, and with them the optional library, compiled anew where its source is another.
+    """
     seed = [needs.read_bytes(), (engine.line if engine else "").encode(), sys.version.encode(), str(ROOT).encode()]
     seed += [(ROOT / package / "pyproject.toml").read_bytes() for package in ours]
     with _whole(session, name, seed) as (folder, empty):
         if empty:
             _fill(session, folder, needs, engine, ours)
+    for build in (ROOT / package / "native" / "build.py" for package in ours):
+        if build.is_file():
+            subprocess.run((sys.executable, str(build)), timeout=COMPILE_S_MAX, check=False)  # it says why not
     return str(folder / "bin" / "python")
 
 

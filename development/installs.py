@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from development.distributions import packages, versions, wheel_metadata
+from development.distributions import packages, versions, wheel_metadata, wheel_of
 from development.places import PACKAGES, ROOT
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _commands(uv: str, folder: Path, python: str, modules: Sequence[str], versio
 
 def _faults(uv: str, dist: Path, folder: Path, modules: Sequence[str], version: str) -> Iterator[str]:
     title = " + ".join(modules)
-    wheels = [dist / f"{module}-{version}-py3-none-any.whl" for module in modules]
+    wheels = [wheel_of(dist, module, version) for module in modules]
     python = str(folder / "bin" / "python")
     needs = folder.with_name(f"{folder.name}.in")
     needs.write_text("".join(f"{line}\n" for line in requirements(wheels)))

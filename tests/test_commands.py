@@ -151,6 +151,83 @@ def test_a_place_that_is_none_is_one_line(
     assert sorted(tmp_path.iterdir()) == before
 
 
+@EACH
+@pytest.mark.parametrize("more", [[], ["--rebuild"], ["--drop"]], ids=" ".join)
+def test_a_folder_without_a_card_is_left_as_it_is(
+    name: str, more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder that was mistyped is somebody's: nothing of ours is left behind in it."""
+    command, _ = COMMANDS[name]
+    options = {option for parameter in command.params for option in parameter.opts}
+    if name == "gateway run" or not options.issuperset(more):
+        return
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    words = ["--card", str(folder)] if "--card" in options else [str(folder)]
+    words += ["--no-bandwidth"] * ("--no-bandwidth" in options) + ["--all", "--yes"] * ("--yes" in options)
+    words += ["--size", "16MiB", "--trips", "1"] * (name == "bench")
+    words += ["--socket-dir", str(tmp_path / "sockets")] * ("--socket-dir" in options and more != ["--rebuild"])
+    if name.startswith("why"):
+        words += ["--key", "00" * 27]
+    code, output, errors = _run(capsys, name, *words, *more)
+    if name != "bench" and not name.startswith("doctor"):
+        assert code == 2, output
+        assert f"there is no card in {folder}" in errors or "no gateway answers" in errors
+    assert list(folder.iterdir()) == []
+    assert [one.name for one in tmp_path.iterdir()] == ["folder"]
+
+
+KEY, CONFIG = "00" * 27, '{"kv_connector_extra_config": {"xkv.port": 5557, "xkv.socket_dir": "/none"}}'
+UNUSED = {
+    "why": [
+        (["--key", KEY, "--group", "1", "--ranks", "2"], "--group and --ranks: a --key says its group and its rank"),
+        (["--namespace", "3f", "--other", "40", "--generation", "3"], "--generation: two namespaces are compared"),
+        (["--namespace", "3f", "--other", "40", "--group", "0"], "--group: two namespaces are compared"),
+        (
+            ["--namespace", "3f", "--block-hash", "00", "--ranks", "2", "--generation", "3"],
+            "each rank's object has one",
+        ),
+        (["--key", KEY, "--hash-seed", "0", "--pid", "1", "--salt", "a"], "--hash-seed, --pid and --salt: without"),
+        (["--tp", "2", "--salt", "a"], "--salt: without --tokens no hash is made"),
+        (["--tp", "2", "--ranks", "2"], "--ranks: an object or a chunk is not what is asked about"),
+        (["--tokens", "x", "--generation", "2"], "--generation: an object or a chunk is not what"),
+        (["--tokens", "x", "--hash-seed", "0", "--pid", "1"], "--pid: --hash-seed says"),
+        (["--config", CONFIG, "--socket-dir", "/other"], "--socket-dir: --config has xkv.socket_dir"),
+    ],
+    "doctor": [
+        (["--config", CONFIG, "--blocks-per-chunk", "4"], "--blocks-per-chunk: --config says the chunk"),
+        (["--dtype", "fp8", "--prefill-tokens-per-s", "9"], "--dtype and --prefill-tokens-per-s: without --model"),
+        (["--blocks-per-chunk", "4"], "--blocks-per-chunk: without --model"),
+        (["--tp", "2", "--block-size", "32"], "--tp and --block-size: neither --model nor --config"),
+    ],
+    "verify": [(["none", "--rebuild", "--socket-dir", "/other"], "--rebuild is for a card that no gateway has")],
+    "ls": [(["none", "--namespace", "3f", "--key", "3f"], "type one of them")],
+    "purge": [(["none", "--all", "--before", "3", "--yes"], "exclude each other")],
+    "gateway run": [
+        (["--card", "none", "--metrics-host", "0.0.0.0"], "type the port, too"),
+        (["--card", "none", "--databases", "2", "--database", "x"], "exclude each other"),
+    ],
+    "gateway status": [(["--socket", "x", "--socket-dir", "/other"], "leave --socket-dir out")],
+}
+
+
+@pytest.mark.parametrize(("name", "words", "said"), [(name, *row) for name, rows in UNUSED.items() for row in rows])
+def test_an_option_that_means_nothing_for_what_is_asked_is_refused(
+    name: str, words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever typed it would believe that it was taken into account."""
+    words = [str(tmp_path / "none") if word == "none" else word for word in words]
+    if name == "why":
+        words = [str(tmp_path / "none"), *words] if "--config" not in words else words
+        (tmp_path / "tokens").write_text("1 2 3")
+        words = [str(tmp_path / "tokens") if word == "x" else word for word in words]
+    code, output, errors = _run(capsys, name, *words)
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert said in errors
+    assert not (tmp_path / "none").exists()
+
+
 # --- completion -----------------------------------------------------------------------------------------------------
 
 

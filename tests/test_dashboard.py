@@ -1,6 +1,6 @@
 """Dashboard and alert rules: every query names what a running gateway exports, and every alert says what to do.
 
-Owns: reading both files, and what of a query is a metric, a label or a label's value.
+Owns: reading both files by the grammar of Prometheus, and what of a query must be there.
 Must not know: how a gateway comes by its figures.
 """
 
@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,10 +32,9 @@ ALERTS = ROOT / "deploy" / "alerts.yml"
 PAGE = ROOT / "docs" / "metrics.md"
 OF_PROMETHEUS = {"up"}  # its own, of every scrape
 ITS_LABELS = {"instance", "job"}
-FUNCTIONS = {
-    "sum", "min", "max", "count", "topk", "by", "on", "or", "and", "rate", "increase", "histogram_quantile",
-    "label_values",
-}  # fmt: skip
+OF_COUNTERS = {"rate", "increase", "irate"}
+COUNTS = re.compile(r"_(total|bucket|sum|count)$")
+GRAFANAS = {"$__rate_interval": "1m", "$instance": ".*"}  # what it puts in the place of its variables
 GRID_COLUMNS = 24
 UNITS = {"short", "ops", "Bps", "bytes", "s", "percentunit"}  # ids that Grafana knows
 
@@ -81,29 +81,62 @@ def queries() -> Iterator[tuple[str, str]]:
         yield f"alert {rule['alert']}", rule["expr"]
 
 
+def parsed(query: str) -> promql_parser.Expr:
+    """As Prometheus reads it, when Grafana has put its variables in. Raises ValueError."""
+    variable = re.fullmatch(r"label_values\((.+), \w+\)", query)  # Grafana's own, of a selector
+    text = variable[1] if variable else query
+    for name, value in GRAFANAS.items():
+        text = text.replace(name, value)
+    expression: promql_parser.Expr = promql_parser.parse(text)
+    return expression
+
+
+def nodes(expression: promql_parser.Expr) -> list[Any]:
+    found: list[Any] = []
+    promql_parser.walk(expression, found.append)
+    return found
+
+
+def selected(expression: promql_parser.Expr) -> list[promql_parser.VectorSelector]:
+    parts = [one.vector_selector if isinstance(one, promql_parser.MatrixSelector) else one for one in nodes(expression)]
+    return [one for one in parts if isinstance(one, promql_parser.VectorSelector)]
+
+
 def objections(query: str, exported: Exported) -> list[str]:
-    """What a query names that is not there."""
+    """What a query names that is not there, or asks for what it cannot be."""
+    try:
+        expression = parsed(query)
+    except ValueError as error:
+        return [str(error)]
     wrong = []
-    strings = re.findall(r'"[^"]*"', query)
-    bare = re.sub(r'"[^"]*"', '""', query)
-    for metric, matchers in re.findall(r"\b([a-z][a-z_]+)\b(?:\{([^}]*)\})?", re.sub(r"\[[^\]]*\]", "", query)):
-        if metric.startswith("xkv_"):
-            if metric not in exported:
-                wrong.append(f"no metric {metric}")
-                continue
-            for label, how, value in re.findall(r'(\w+)\s*(=~|!=|!~|=)\s*"([^"]*)"', matchers):
-                there = {labels.get(label) for labels in exported[metric]}
-                if label not in ITS_LABELS and (there == {None} or (how in ("=", "!=") and value not in there)):
-                    wrong.append(f"no {label} {value} of {metric}")
-    of_query = {name for name in re.findall(r"\bxkv_[a-z_]+", bare) if name in exported}
-    labels = {label for name in of_query for each in exported[name] for label in each} | ITS_LABELS
-    for grouping in re.findall(r"(?:by|on)\s*\(([^)]*)\)", bare):
-        wrong += [f"no label {label}" for label in re.split(r",\s*", grouping) if label not in labels]
-    words = set(re.findall(r"\b[a-z][a-z_]*\b", re.sub(r"\{[^}]*\}|\[[^\]]*\]|(?:by|on)\s*\([^)]*\)", "", bare)))
-    wrong += [f"unknown word {one}" for one in words - FUNCTIONS - OF_PROMETHEUS - ITS_LABELS if one[:4] != "xkv_"]
-    if len(strings) * 2 != query.count('"') or any(query.count(a) != query.count(b) for a, b in ("()", "{}", "[]")):
-        wrong.append("it does not close what it opens")
+    for one in selected(expression):
+        name = one.name or ""
+        if name in OF_PROMETHEUS:
+            continue
+        if name not in exported:
+            wrong.append(f"no metric {name}")
+            continue
+        for matcher in one.matchers.matchers:
+            there = {labels.get(matcher.name, "") for labels in exported[name]}
+            is_pattern = matcher.op in (promql_parser.MatchOp.Re, promql_parser.MatchOp.NotRe)
+            pattern = matcher.value if is_pattern else re.escape(matcher.value)
+            if matcher.name not in ITS_LABELS and not any(re.fullmatch(pattern, value) for value in there - {""}):
+                wrong.append(f"no {matcher.name} {matcher.value} of {name}")
+    for one in nodes(expression):
+        if isinstance(one, promql_parser.Call) and one.func.name in OF_COUNTERS:
+            names = [selector.name or "" for argument in one.args for selector in selected(argument)]
+            wrong += [f"{one.func.name} of {name}, which does not count" for name in names if not COUNTS.search(name)]
+        if isinstance(one, promql_parser.AggregateExpr | promql_parser.BinaryExpr):
+            labels = {label for name in selected(one) for each in exported.get(name.name or "", ()) for label in each}
+            wrong += [f"no label {label}" for label in grouped_by(one) if label not in labels | ITS_LABELS]
     return wrong
+
+
+def grouped_by(one: promql_parser.AggregateExpr | promql_parser.BinaryExpr) -> list[str]:
+    if isinstance(one, promql_parser.AggregateExpr):
+        return [] if one.modifier is None else one.modifier.labels
+    matching = None if one.modifier is None else one.modifier.matching
+    return [] if matching is None else matching.labels
 
 
 @pytest.mark.parametrize(("where", "query"), list(queries()), ids=lambda value: value[:60])
@@ -119,8 +152,15 @@ def test_every_query_names_only_what_a_gateway_exports(where: str, query: str, e
         ('xkv_load_objects_total{result="hit"}', "no result hit of xkv_load_objects_total"),
         ('xkv_card_objects{state="free"}', "no state free of xkv_card_objects"),
         ("sum by (reason) (xkv_load_objects_total)", "no label reason"),
-        ("summ(xkv_engines)", "unknown word summ"),
-        ("sum(xkv_engines", "it does not close what it opens"),
+        ('xkv_load_objects_total{result=~"hit.*"}', "no result hit.* of xkv_load_objects_total"),
+        ("xkv_engines / on (job, reason) xkv_engines", "no label reason"),
+        ("summ(xkv_engines)", "unknown function with name 'summ'"),
+        ("sum(xkv_engines", "unclosed left parenthesis"),
+        (
+            "rate(xkv_load_objects_total)",
+            "expected type matrix in call to function 'rate', got vector",
+        ),
+        ("rate(xkv_engines[5m])", "rate of xkv_engines, which does not count"),
     ],
 )
 def test_a_query_that_names_something_else_is_found(query: str, said: str, exported: Exported) -> None:

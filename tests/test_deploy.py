@@ -174,6 +174,10 @@ def test_the_page_runs_the_container_as_the_recipe_is() -> None:
 def test_the_page_installs_the_unit_that_is_there() -> None:
     (line,) = [line for line in commands() if line.program[:2] == ("install", "-m")]
     assert (ROOT / line.words[-2]).samefile(UNIT)
+    (made,) = [line for line in commands() if line.program[0] == "useradd"]
+    assert _service("User") == _service("Group") == made.words[-1], "the unit's user is there"
+    (linked,) = [line for line in commands() if line.program[:2] == ("ln", "-s")]
+    assert linked.words[2] == shlex.split(_service("ExecStart"))[0], "and so is the program that people type"
     started = [line.words[-1] for line in commands() if line.program[0] == "systemctl" and "daemon" not in line.text]
     assert set(started) == {UNIT.stem}
 

@@ -40,12 +40,15 @@ LEFT_TO = {
     ("/opt/xkv/bin/pip", "install"): "package",
     ("python3", "-m", "venv"): "package",
     ("export", "PYTHONHASHSEED=0"): "stack",
+    ("curl",): "stack",  # the same server's
     ("vllm", "serve"): "stack",  # its flag's value is read below
     ("python", "-m", "xkv_compat", "report"): "compat/tests/test_report.py",
     ("python", "-m", "xkv_store.testing.faulty_gateway"): "packages/xkv-store/tests/test_gateway_medium.py",
     # They need a machine of their own; that files and options fit together is asked there.
     ("install", "-m"): "tests/test_deploy.py",
     ("systemctl",): "tests/test_deploy.py",
+    ("useradd",): "tests/test_deploy.py",
+    ("ln", "-s"): "tests/test_deploy.py",
     ("podman",): "tests/test_deploy.py",
 }
 # What stands in for a page's examples, in the folder of a test.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from harness import release
 from harness.shapes import Shape, full, mla
@@ -54,8 +54,9 @@ class Endpoint:
         stats = self._connector.get_kv_connector_stats()
         if stats is None:
             return
-        sent = MsgpackEncoder().encode(stats.data)
-        data = MsgpackDecoder(dict[str, Any]).decode(sent)
+        wire = importlib.import_module("vllm.v1.serial_utils")  # not sooner: the harness says on which platform
+        sent = wire.MsgpackEncoder().encode(stats.data)
+        data = wire.MsgpackDecoder(dict[str, Any]).decode(sent)
         again = self._connector.build_kv_connector_stats(data)
         assert again is not None
         again.reduce()  # what vLLM's log says

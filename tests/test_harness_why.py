@@ -128,6 +128,24 @@ def test_another_hash_seed_or_cache_salt(card: Card) -> None:
     assert (code, answer["verdict"]) == (1, "never_stored")
 
 
+def test_what_an_engine_left_out_itself_is_counted_where_its_gateway_sees_it(card: Card) -> None:
+    """No store of it came: the gateway knows of it from the engine's control page alone."""
+    own = card.launched(SHAPE, **{"xkv.store_threshold": 2})
+    code, answer = card.why("--namespace", own)
+    assert (code, answer["verdict"]) == (1, "never_stored"), answer
+    assert "left_out" not in answer
+    engine = card.rig.launch(SHAPE, extra={"xkv.store_threshold": 2})
+    engine.serve("r", TOKENS)
+    engine.await_stores()
+    code, answer = card.why("--namespace", own)
+    assert (code, answer["verdict"]) == (1, "never_stored"), answer
+    assert [(one["reason"], one["count"]) for one in answer["left_out"]] == [("rare", CHUNKS)]
+    assert f"{CHUNKS} chunks as too few requests had asked for them" in answer["follows"]
+    assert answer["type"] == "a lower xkv.store_threshold"
+    card.rig.end(engine)
+    assert card.why("--namespace", own)[1]["left_out"] == answer["left_out"], "when the engine is gone, too"
+
+
 DIFFERENT: dict[str, tuple[Shape, dict[str, Any]]] = {
     "namespace word": (SHAPE, {"xkv.namespace": "blue"}),
     "weights": (SHAPE, {"xkv.weights_fingerprint": "other"}),
@@ -235,7 +253,7 @@ def test_what_cannot_be_asked_is_one_line(card: Card, tmp_path: Path) -> None:
     for words, tokens, said in (
         (["--namespace", own, "--key", "00"], TOKENS, "leave these out"),
         (["--namespace", "00" * 16], TOKENS, "nothing was published of namespace 0000"),
-        ([], None, "type one question"),
+        ([], None, "type one question: --tokens, or what is known of the engine"),
     ):
         code, answer = card.why(*words, tokens=tokens)
         assert code == 2, words

@@ -17,6 +17,7 @@ from development import changelog, distributions, installs
 from development.places import PACKAGES, ROOT
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 MODULES = ("xkv_store", "xkv_compat", "xkv_offload")
@@ -33,7 +34,9 @@ Description-Content-Type: text/markdown
 """
 
 
-def _wheel(folder: Path, module: str, *, without: str = "", more: str = "", requires: str = "") -> Path:
+def _wheel(
+    folder: Path, module: str, *, without: str = "", more: str = "", requires: str = "", platform: str = "any"
+) -> Path:
     info = f"{module}-{VERSION}.dist-info"
     metadata = METADATA.format(name=module.replace("_", "-"), requires=requires)
     files = {
@@ -45,7 +48,7 @@ def _wheel(folder: Path, module: str, *, without: str = "", more: str = "", requ
         f"{info}/licenses/LICENSE": (ROOT / "LICENSE").read_text(),
         **({more: ""} if more else {}),
     }
-    wheel = folder / f"{module}-{VERSION}-py3-none-any.whl"
+    wheel = folder / f"{module}-{VERSION}-py3-none-{platform}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, text in files.items():
             if name != without:
@@ -53,11 +56,11 @@ def _wheel(folder: Path, module: str, *, without: str = "", more: str = "", requ
     return wheel
 
 
-def _sdist(folder: Path, module: str, *, more: str = "", link: str = "") -> None:
+def _sdist(folder: Path, module: str, *, more: Sequence[str] = (), link: str = "") -> None:
     top = f"{module}-{VERSION}"
     names = [*distributions.ARCHIVE_TEXTS, f"src/{module}/__init__.py", f"src/{module}/py.typed"]
     with tarfile.open(folder / f"{top}.tar.gz", "w:gz") as archive:
-        for name in [*names, *([more] if more else [])]:
+        for name in [*names, *more]:
             member = tarfile.TarInfo(f"{top}/{name}")
             if name == link:
                 member.type, member.linkname = tarfile.SYMTYPE, "../../LICENSE"
@@ -112,12 +115,42 @@ def test_a_wheel_with_too_little_or_too_much_is_a_fault(tree: Path, without: str
     assert any(fault in line for line in found), found
 
 
+def _native(tree: Path) -> Path:
+    """Archives of packages of which one has a library where there is a compiler."""
+    (tree / "store" / "native").mkdir()
+    dist = _dist(tree)
+    _sdist(dist, "xkv_store", more=distributions.BUILD_PARTS)
+    return dist
+
+
+def test_a_library_is_in_the_wheel_of_a_platform_and_in_no_other(tree: Path) -> None:
+    """A wheel for any platform with a library of one would break, silently, on all others."""
+    dist, library = _native(tree), f"xkv_store/{distributions.LIBRARY}"
+    assert list(distributions.faults(dist, _packages(tree))) == [], "without a compiler"
+    _wheel(dist, "xkv_store", more=library)
+    assert any(f"holds {library}" in line for line in distributions.faults(dist, _packages(tree)))
+    (dist / f"xkv_store-{VERSION}-py3-none-any.whl").unlink()
+    _wheel(dist, "xkv_store", platform="linux_x86_64")
+    assert any(f"lacks {library}" in line for line in distributions.faults(dist, _packages(tree)))
+    _wheel(dist, "xkv_store", platform="linux_x86_64", more=library)
+    assert list(distributions.faults(dist, _packages(tree))) == []
+    _wheel(dist, "xkv_store")
+    assert any("holds xkv_store-" in line for line in distributions.faults(dist, _packages(tree))), "one of both"
+
+
+def test_a_wheel_of_a_platform_is_a_fault_where_there_is_no_library(tree: Path) -> None:
+    dist = _dist(tree)
+    (dist / f"xkv_store-{VERSION}-py3-none-any.whl").rename(dist / f"xkv_store-{VERSION}-py3-none-linux_x86_64.whl")
+    found = list(distributions.faults(dist, _packages(tree)))
+    assert any(line.startswith("dist: lacks xkv_store") for line in found)
+
+
 @pytest.mark.parametrize(
     ("more", "link", "fault"),
-    [("tests/test_it.py", "", "holds"), ("", "LICENSE", "is no plain file")],
+    [(("tests/test_it.py",), "", "holds"), ((), "LICENSE", "is no plain file")],
     ids=["a test", "a link out of the archive"],
 )
-def test_an_sdist_with_tests_or_links_is_a_fault(tree: Path, more: str, link: str, fault: str) -> None:
+def test_an_sdist_with_tests_or_links_is_a_fault(tree: Path, more: tuple[str, ...], link: str, fault: str) -> None:
     dist = _dist(tree)
     _sdist(dist, "xkv_compat", more=more, link=link)
     found = list(distributions.faults(dist, _packages(tree)))

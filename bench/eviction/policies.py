@@ -14,7 +14,7 @@ import libcachesim
 from xkv_store.eviction import Budget, Chooser
 from xkv_store.key import RANK_BYTES, ObjectKey
 from xkv_store.layout import Record, pack_order_key
-from xkv_store.recency import Recency
+from xkv_store.recency import Recency, Weights
 from xkv_store.table import TableWriter
 
 if TYPE_CHECKING:
@@ -86,6 +86,8 @@ class Ours:
                 break
             self._recency.touch(key.tag)
             hit += 1
+        for key, _ in keys[:hit]:
+            self._recency.touch(key.tag)  # the lookup was one, this is the load
         written = 0
         for position in range(hit, len(keys)):
             key, encoded = keys[position]
@@ -98,9 +100,9 @@ class Ours:
         return hit, written
 
     @property
-    def weight(self) -> float:
+    def weights(self) -> Weights:
         """See `xkv_store.recency`."""
-        return self._recency.weight
+        return self._recency.weights
 
     def close(self) -> None:
         """Give the table back."""

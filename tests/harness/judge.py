@@ -1,19 +1,25 @@
 """When call coverage is judged: last of all, and only if the whole harness was asked for.
 
-Owns: which test judges (`JUDGE`), its place at the end of the run, and the line that says that it was not judged.
+Owns: which test judges (`JUDGE`), its place at the end of the run, and the line that says that it was not judged. Where
+the harness runs in several processes, each leaves what was called in the folder of XKV_CALLS, for the last to judge.
 Must not know: what it judges by.
 """
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from harness import calls
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
+FOLDER = "XKV_CALLS"
 FILES = "test_harness_*.py"
 JUDGE = "test_every_call_of_the_contract_is_made"
 _FAILED: list[str] = []  # harness tests of this run
@@ -23,8 +29,19 @@ _DESELECTED: list[pytest.Item] = []
 
 @pytest.fixture
 def failed_before() -> list[str]:
-    """The harness tests that have failed in this run: what they should have called may be missing."""
-    return list(_FAILED)
+    """The harness tests that have failed: what they should have called may be missing."""
+    return [*_FAILED, *(name for left in _left() for name in left["failed"])]
+
+
+@pytest.fixture
+def made() -> set[calls.Made]:
+    """What the harness tests have called, in this process and in those before it."""
+    return calls.MADE | {calls.Made(*one) for left in _left() for one in left["made"]}
+
+
+def _left() -> list[dict[str, list[str]]]:
+    folder = os.environ.get(FOLDER)
+    return [json.loads(file.read_text()) for file in sorted(Path(folder).iterdir())] if folder else []
 
 
 def _is_harness(path: Path) -> bool:
@@ -32,7 +49,9 @@ def _is_harness(path: Path) -> bool:
 
 
 def _not_whole(config: pytest.Config) -> str | None:
-    """Why this run cannot make every call; None if the whole harness was asked for."""
+    """Why this run cannot make every call; None if the whole harness was asked for, or others have run it."""
+    if _left():
+        return None
     folder = Path(__file__).resolve().parents[1]
     given = [(config.invocation_params.dir / arg.partition("::")[0]).resolve() for arg in config.args]
     if any("::" in arg for arg in config.args):
@@ -70,6 +89,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Count the harness tests that fail."""
     if report.failed and _is_harness(Path(report.nodeid.partition("::")[0])):
         _FAILED.append(report.nodeid)
+
+
+def pytest_sessionfinish() -> None:
+    """Leave what was called to whoever judges."""
+    folder = os.environ.get(FOLDER)
+    if folder and calls.MADE:
+        left = {"made": sorted(calls.MADE), "failed": _FAILED}
+        (Path(folder) / f"{os.getpid()}.json").write_text(json.dumps(left))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -440,3 +440,4 @@ def test_when_restoring_pays() -> None:
     found, tokens = chunks.examine_break_even(shape, rates, chunk_tokens=64)
     assert (found.severity, tokens) == (Severity.WARNING, None)
     assert "12.5 MiB/s" in found.remedy, "which is what it would take"
+    assert "when_faster" in found.remedy, "and what an engine can do about it by itself"

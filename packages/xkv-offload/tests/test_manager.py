@@ -1,5 +1,6 @@
 """The manager: only confirmed objects hit, one failed load is a miss, nothing escapes, sheds from the tail."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from xkv_offload.staging import Chunk, ReadDone, Staging
 from xkv_offload.transfer import StagedObject, XkvTransferSpec
 from xkv_store.client_seeks import SoughtObject, SoughtStatus
 from xkv_store.key import ObjectKey, chunk_tag, ranks_mask, tag_salt
+from xkv_store.left_out import LeftOut
 
 NAMESPACE = b"n" * 16
 
@@ -46,6 +48,10 @@ class FakeCard:
     closed: bool = False
     new_counts: Sequence[int] = ()
     totals: tuple[int, int] = (0, 0)
+    omissions: Counter[LeftOut] = field(default_factory=Counter)
+
+    def left_out(self, reason: LeftOut, chunks: int) -> None:
+        self.omissions[reason] += chunks
 
     def loaded(self) -> Sequence[tuple[int, int]]:
         return [self.totals]
@@ -283,6 +289,27 @@ def test_a_backlog_sheds_the_tail_and_the_rest_of_the_request() -> None:
     assert stored(manager, [key(4)], "other") == [key(4)]
     manager.on_request_finished(request())
     assert stored(manager, [key(5)]) == [key(5)]
+
+
+def test_what_is_left_out_is_told_to_the_gateway_with_its_reason() -> None:
+    """No store of it comes there: whoever asks the gateway why it is not held would hear nothing."""
+    card = FakeCard(backlog=850)
+    manager = make(card)
+    assert stored(manager, [key(1), key(2), key(3)]) == [key(1)]
+    assert stored(manager, [key(4)]) == []
+    assert card.omissions == {LeftOut.BACKLOG: 3}
+    card.backlog, card.living = 0, False
+    assert stored(manager, [key(5), key(6)], "other") == []
+    assert card.omissions == {LeftOut.BACKLOG: 3, LeftOut.NO_GATEWAY: 2}
+    card.living = True
+    manager.on_new_request(request("third"))
+    manager.reset_cache()
+    assert stored(manager, [key(7)], "third") == []
+    assert card.omissions[LeftOut.RESET] == 1
+    for changes, reason in (({"stores": False}, LeftOut.ROLE), ({"store_threshold": 2}, LeftOut.RARE)):
+        card = FakeCard()
+        assert stored(make(card, **changes), [key(1), key(2)]) == []
+        assert card.omissions == {reason: 2}
 
 
 def test_groups_without_bytes_are_never_stored() -> None:

@@ -15,6 +15,7 @@ from xkv_offload.staging import Chunk, Staging
 from xkv_store.client_seeks import SoughtObject, SoughtStatus
 from xkv_store.control import ControlPage
 from xkv_store.key import ObjectKey
+from xkv_store.left_out import LeftOut
 from xkv_store.ring import Ring, SlotRegion
 from xkv_store.wire import LoadedObject, LoadStatus
 
@@ -46,6 +47,10 @@ class FakeCard:
     sizes: dict[int, int] = field(default_factory=dict)
     is_closed: bool = False
     error: Exception | None = None
+    omissions: list[tuple[LeftOut, int]] = field(default_factory=list)
+
+    def left_out(self, reason: LeftOut, chunks: int) -> None:
+        self.omissions.append((reason, chunks))
 
     def alive(self) -> bool:
         return self.living
@@ -144,6 +149,13 @@ def test_a_hit_is_one_on_every_gateway() -> None:
         card.confirm(key(1), 1)
     assert one.lookup(1) == "HIT"
     assert one.lookup(2) == "MISS"
+
+
+def test_what_is_left_out_is_told_to_each_gateway() -> None:
+    one = rig()
+    one.cards[1].backlog = 1_000
+    assert one.store(1, 2).keys == ()
+    assert [card.omissions for card in one.cards] == [[(LeftOut.BACKLOG, 2)]] * RANKS
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -475,7 +475,9 @@ def test_pinned_and_uncommitted_chunks_stay(make: Make) -> None:
         put(driver, number)
     held = driver.card.begin_get(key_of(0), driver.now_ns)
     assert held is not None
-    driver.card.table.ask(key_of(0).tag, 0)  # as if it had not been asked for: only the pin protects it
+    found = driver.card.table.stamp_of(key_of(0).tag)
+    assert found is not None
+    driver.card.table.stamp(found[0], 0)  # as if it had not been asked for: only the pin protects it
     plan = driver.begin(key_of(3), 1)
     assert isinstance(plan, PutPlan)
     driver.write(plan, b"x")

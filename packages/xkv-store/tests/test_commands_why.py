@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import signal
 import time
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from xkv_store import cli, wire
+from xkv_store.control import ControlPage
 from xkv_store.geometry import DATA_OFFSET, Geometry
 from xkv_store.key import ObjectKey
+from xkv_store.left_out import NUMBERS, LeftOut
 from xkv_store.testing.peer import Peer, attached
 from xkv_store.testing.processes import GatewayProcess, running_gateway
 from xkv_store.wire import LoadStatus, Role, StoreStatus
@@ -255,6 +258,39 @@ def test_a_card_that_nobody_serves_says_what_was_purged_there(xkv: Xkv, tmp_path
     xkv("namespaces", card)
     code, (answer,) = xkv("why", card, *by_key(1))
     assert (code, answer["verdict"]) == (1, "purged")
+
+
+def test_what_an_engine_left_out_itself_is_said_beside_what_was_never_stored(
+    xkv: Xkv, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It never came to the gateway, which knows from the engine's control page how much that was, and why."""
+    with serving(tmp_path) as (gateway, peer):
+        place = ("--socket", gateway.ready["socket"])
+        scheduler = Peer(Path(gateway.ready["socket"]), geometry=GEOMETRY)
+        scheduler.hello(engine="engine", role=Role.SCHEDULER)
+        scheduler.receive(wire.Welcome)
+        scheduler.send(wire.PublishNamespace(OWN, json.dumps(IDENTITY)))
+        code, (answer,) = xkv("why", *place, *by_key(1))
+        assert (code, answer["verdict"], answer["follows"]) == (1, "never_stored", "no store of it came")
+        assert "left_out" not in answer
+        page = ControlPage.attach(os.dup(peer.fds[1]))
+        page.add_count(0, NUMBERS[LeftOut.NO_SLOT], 2)
+        page.add_count(0, NUMBERS[LeftOut.BACKLOG], 40)
+        code, (answer,) = xkv("why", *place, *by_key(1))
+        assert (code, answer["verdict"]) == (1, "never_stored")
+        assert [(one["reason"], one["count"]) for one in answer["left_out"]] == [("backlog", 40), ("no_slot", 2)]
+        assert abs(answer["left_out"][0]["last_ms"] / 1_000 - time.time()) < 120
+        assert "its engines left out themselves, the last at " in answer["follows"]
+        assert (
+            "40 chunks as more than xkv.store_backlog_bytes was on its way to the card; 2 objects" in answer["follows"]
+        )
+        assert answer["type"].startswith("a faster card")
+        assert cli.main(["why", *place, *by_key(1)]) == 1
+        assert "it may be one of these" in " ".join(capsys.readouterr().out.split())
+        code, (answer,) = xkv("why", *place, *by_key(1, SMALL))
+        assert "left_out" not in answer, "another namespace's engine left out nothing"
+        page.close()
+        scheduler.close()
 
 
 def test_what_was_published_does_nothing_to_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,9 +20,9 @@ import pytest
 from xxhash import xxh3_64_intdigest
 
 from xkv_store import cli, contributed, sockets
+from xkv_store.doctor import examination, limits, medium, round_trip, service
 from xkv_store.doctor import findings as said
 from xkv_store.doctor import folder as folders
-from xkv_store.doctor import limits, medium, round_trip, service
 from xkv_store.doctor.findings import Severity
 from xkv_store.geometry import FRAGMENT_BYTES
 from xkv_store.sockets import Peer
@@ -88,6 +88,21 @@ def test_a_healthy_gateway_is_well_and_nothing_is_left_behind(tmp_path: Path, do
         assert min(bandwidth["read_bytes_per_s"], bandwidth["write_bytes_per_s"]) > 0
         assert sorted(path.name for path in (tmp_path / "card").iterdir()) == before, "the throw-away card is gone"
         assert cli.main(["gateway", "status", "--json", "--socket", gateway.ready["socket"]], {}) == 0
+
+
+@pytest.mark.parametrize("other_way", ["native", "python"])
+def test_which_way_checksums_are_made_is_said_of_the_gateway(
+    tmp_path: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch, other_way: str
+) -> None:
+    """Not of the Python that asks: it is another where the gateway has an environment of its own."""
+    monkeypatch.setattr(examination, "path_word", lambda: other_way)
+    with running_gateway(tmp_path) as gateway:
+        way = gateway.ready["checksums"]
+        assert doctor(*place(tmp_path), "--no-bandwidth") == 0
+        found = doctor.found("checksums", Severity.OK if way == "native" else Severity.NOTE)
+        assert found["what"].startswith({"native": "made by the native library", "python": "made by Python"}[way])
+    assert doctor(*place(tmp_path), "--no-bandwidth") == 1, "no gateway: what this Python would do is all that is known"
+    doctor.found("checksums", Severity.OK if other_way == "native" else Severity.NOTE)
 
 
 def test_the_object_of_the_round_trip_has_left_the_card(tmp_path: Path, doctor: Doctor, capsys: Any) -> None:

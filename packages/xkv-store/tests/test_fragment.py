@@ -156,7 +156,11 @@ def test_what_was_filed_elsewhere_since_is_proved_with_one_checksum(monkeypatch:
         payloads.append(len(payload))
         return checksum(payload)
 
+    def counting_many(buffers: list[memoryview], skip: int, payload_bytes: list[int]) -> list[int]:
+        return [counting(buffer[skip : skip + n]) for buffer, n in zip(buffers, payload_bytes, strict=True)]
+
     monkeypatch.setattr(fragment_module, "checksum", counting)
+    monkeypatch.setattr(fragment_module, "payload_checksums", counting_many)
     slots = [sealed(number) for number in range(FRAGMENTS)]
     ObjectSlots(replace(IDENTITY, family=1 << 63 | 9, position=5), GEOMETRY).prove(slots, 0)
     assert len(payloads) == FRAGMENTS

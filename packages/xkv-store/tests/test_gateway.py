@@ -18,6 +18,7 @@ from xkv_store.control import ControlPage
 from xkv_store.gateway import fitting_json
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey, chunk_tag, tag_salt
+from xkv_store.native import path_word
 from xkv_store.ring import make_sealed_memory
 from xkv_store.table import TableReader
 from xkv_store.testing.peer import Peer
@@ -227,6 +228,7 @@ def test_status_names_who_is_here(connect: Callable[[], Peer]) -> None:
     seen = next(one for one in sessions if one["engine"] == "seen")
     assert (seen["role"], seen["rank"], seen["pid"], seen["in_flight"]) == ("rank", 0, os.getpid(), 0)
     assert {"card_uuid", "boot_id", "pid", "version", "uptime_s", "counters", "capacity_bytes"} <= status.keys()
+    assert status["checksums"] == path_word(), "the gateway's process has the same library, or none"
 
 
 def test_what_a_dead_client_held_is_free_within_a_second(gateway: GatewayProcess, connect: Callable[[], Peer]) -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from xkv_store.errors import PeerError
 from xkv_store.geometry import KEY_BYTES_MAX
-from xkv_store.key import ObjectKey, chunk_tag, rank_bit, ranks_mask, tag_salt
+from xkv_store.key import ObjectKey, chunk_tag, encoded_entry, rank_bit, ranks_mask, tag_salt
 
 keys = st.builds(
     ObjectKey,
@@ -23,6 +23,7 @@ def test_round_trip(key: ObjectKey) -> None:
     assert ObjectKey.decode(encoded) == key
     assert encoded[:-2] == key.chunk_key
     assert len(encoded) <= KEY_BYTES_MAX
+    assert encoded_entry(encoded) == (key.tag, key.bit)
 
 
 @given(keys, st.integers(0, 65_535), keys)
@@ -40,8 +41,11 @@ def test_any_bytes_are_a_key_or_the_peers_error(data: bytes) -> None:
     try:
         key = ObjectKey.decode(data)
     except PeerError:
+        with pytest.raises(PeerError):
+            encoded_entry(data)
         return
     assert key.encode() == data
+    assert encoded_entry(data) == (key.tag, key.bit)
 
 
 @pytest.mark.parametrize(

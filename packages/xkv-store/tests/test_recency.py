@@ -1,19 +1,33 @@
-"""What recency says: ages, ghosts, and the weight that hits would have been most with."""
-
-import random
+"""What recency says: ages, uses, kinds, and the weights that hits would have been most with."""
 
 import pytest
 
-from xkv_store.layout import AGAIN
-from xkv_store.recency import EDGES, GHOSTS_MIN, TURN_PUTS_MIN, WAYS, Ages, Recency, best_weight, bucket
+from xkv_store.ghosts import USES_MAX
+from xkv_store.layout import AGAIN, OFTEN
+from xkv_store.recency import (
+    EDGES,
+    FAMILIES_MAX,
+    LRU,
+    SAME_USE_SHARE,
+    SLIGHT,
+    TURN_PUTS_MIN,
+    TURN_SHARE,
+    WHEN_BITS,
+    Ages,
+    Recency,
+    Weights,
+    best_weights,
+    bucket,
+    kind_of,
+)
 from xkv_store.table import TableWriter
 
 
-def make(slots: int = 1_024) -> Recency:
+def make(slots: int = 1_024) -> tuple[Recency, TableWriter]:
     table = TableWriter.create(4 * slots, bytes(16), bytes(16))
     recency = Recency(slots, table)
     recency.advance(1)
-    return recency
+    return recency, table
 
 
 def test_every_age_lies_between_the_edges_of_its_bucket() -> None:
@@ -22,45 +36,72 @@ def test_every_age_lies_between_the_edges_of_its_bucket() -> None:
     assert bucket(1 << 63) == len(EDGES) - 2
 
 
-def test_asked_at_is_no_earlier_than_the_put_before_it() -> None:
-    table = TableWriter.create(64, bytes(16), bytes(16))
-    recency = Recency(8, table)
-    for now in (5, (1 << 32) - 1, 1 << 32, (1 << 40) + 3):
+def test_asked_is_no_earlier_than_the_put_before_it() -> None:
+    turn = 1 << WHEN_BITS
+    recency, table = make(16)
+    for uses, now in enumerate((5, turn - 1, turn, (1 << 40) + 3), 1):
         recency.advance(now)
         table.put(77, now, 1, 3)
         recency.touch(77)
-        assert recency.asked_at(77) == now + ((now + 1) % (1 << 32) != 0), "its lower half must not say never"
+        assert recency.asked(77) == (now + 1, uses)
         recency.advance(now + 1_000)
-        assert recency.asked_at(77) == now + ((now + 1) % (1 << 32) != 0)
-    assert recency.asked_at(78) == 0
+        assert recency.asked(77) == (now + 1, uses)
+    assert recency.asked(78) == (0, 0)
     recency.touch(78)  # not held: nothing happens
     assert table.get(78) is None
 
 
-def test_a_ghost_is_known_until_others_have_taken_its_bucket() -> None:
-    recency = make()
-    recency.left(99, 1, again=False)
-    assert recency.came(99, 7, 1) == AGAIN | 1
-    assert recency.came(98, 7, 1) == 7
-    buckets = GHOSTS_MIN // WAYS | 1
-    for number in range(1, WAYS + 1):
-        recency.left(99 + number * buckets, 1, again=False)
-    assert recency.came(99, 7, 1) == 7
+def test_a_lookup_its_load_and_what_each_rank_asks_are_one_use() -> None:
+    """What is loaded by eight ranks would have been used often with its first hit."""
+    recency, table = make()
+    table.put(77, 1, 1, 3)
+    recency.adapt(10 * SAME_USE_SHARE)  # so many objects
+    recency.touch(77)
+    assert recency.asked(77) == (0, 0), "it has just been put"
+    for use in range(1, USES_MAX + 3):
+        recency.advance(recency.now + 11)
+        for _ in range(9):
+            recency.touch(77)
+            recency.advance(recency.now + 1)
+        assert recency.asked(77) == (recency.now, min(use, USES_MAX)), "the last of them says when"
 
 
-def test_few_ghosts_are_lost_within_half_of_what_can_be_remembered() -> None:
-    """A chain of chunks with a hole in it hits no farther than that: with one place for each ghost a third was lost."""
-    recency, draw = make(8_192), random.Random(3)
-    tags = [draw.getrandbits(64) for _ in range(4_096)]
-    for tag in tags:
-        recency.left(tag, 1, again=False)
-    assert sum(recency.came(tag, 1, 1) == 1 for tag in tags) < len(tags) // 50
-    strangers = [draw.getrandbits(64) for _ in range(4_096)]
-    assert sum(recency.came(tag, 1, 1) != 1 for tag in strangers) < len(strangers) // 50
+def test_a_chunk_that_comes_again_is_of_the_kind_that_its_uses_make_it() -> None:
+    recency, table = make()
+    recency.left(99, 1, 0)
+    recency.left(98, 1, USES_MAX - 1)
+    families = [recency.came(tag, 7, 5) for tag in (99, 98, 97)]
+    assert families == [AGAIN | 5, OFTEN | 5, 7]
+    assert [kind_of(family) for family in families] == [1, 2, 0]
+    for tag, family in zip((99, 98, 97), families, strict=True):
+        table.put(tag, 5, 1, 1)
+        recency.confirmed(tag, family)
+    assert [recency.asked(tag) for tag in (99, 98, 97)] == [(5, 1), (5, USES_MAX), (0, 0)]
+
+
+def test_one_that_came_again_is_used_though_its_ghost_is_forgotten_before_its_commit() -> None:
+    recency, table = make()
+    table.put(99, 5, 1, 1)
+    table.put(98, 5, 1, 1)
+    recency.advance(5)
+    recency.confirmed(99, AGAIN | 5)
+    recency.confirmed(98, OFTEN | 5)
+    assert [recency.asked(tag) for tag in (99, 98)] == [(5, 1), (5, USES_MAX)]
 
 
 def test_a_family_of_an_engine_that_knows_no_time_is_not_taken_for_one_that_was_asked_again() -> None:
-    assert make().came(5, (1 << 64) - 1, 1) == AGAIN - 1
+    assert make()[0].came(5, (1 << 64) - 1, 1) == AGAIN - 1
+
+
+def test_what_comes_of_one_family_is_filed_at_one_time_while_the_family_is_known() -> None:
+    recency, _ = make()
+    for generation in (11, 12, 13):
+        recency.came(generation, 7, generation)
+    assert [recency.filed(7, generation) for generation in (11, 12, 13)] == [11, 11, 11]
+    assert recency.filed(AGAIN | 3, 13) == recency.filed(OFTEN | 3, 13) == 3
+    for family in range(8, 9 + FAMILIES_MAX):
+        recency.came(1_000 + family, family, 20)
+    assert recency.filed(7, 13) == 13
 
 
 def ages(uses: dict[int, int], begun: int) -> Ages:
@@ -71,39 +112,57 @@ def ages(uses: dict[int, int], begun: int) -> Ages:
     return found
 
 
+NONE: dict[int, int] = {}
+
+
 @pytest.mark.parametrize(
-    ("new", "again", "weighs_more"),
+    ("new", "again", "often", "expected"),
     [
-        ({50: 900}, {50: 900}, None),  # all is used again in time: LRU
-        ({50_000: 100}, {400: 900}, True),  # what is new comes back too late to be kept, what was used again soon
-        ({10: 100}, {50_000: 900}, False),  # …and the other way about
+        ({50: 900}, {50: 900}, NONE, SLIGHT),  # all is used again in time: LRU, as far as anything is known
+        ({50: 500, 2_000: 400}, {50: 500, 2_000: 400}, NONE, LRU),  # half comes back too late, of either kind
+        ({50_000: 100}, {400: 900}, NONE, "again"),  # what is new comes too late to be kept, what was used again soon
+        ({10: 100}, {50_000: 900}, NONE, LRU),  # …and the other way about
+        ({50_000: 100}, {50_000: 100}, {400: 900}, "often"),
+        (NONE, NONE, NONE, LRU),
     ],
 )
-def test_the_weight_favours_what_comes_back_while_it_is_kept(
-    new: dict[int, int], again: dict[int, int], weighs_more: bool | None
+def test_the_weights_favour_what_comes_back_while_it_is_kept(
+    new: dict[int, int], again: dict[int, int], often: dict[int, int], expected: Weights | str
 ) -> None:
-    curves = [ages(uses, 1_000).curves(1_000) for uses in (new, again)]
-    weight = best_weight(curves[0], curves[1], 600)
-    assert (weight == 1.0) if weighs_more is None else (weight > 1.0) is weighs_more
+    counted = [ages(uses, 1_000 if uses else 0).curve(1_000) for uses in (new, again, often)]
+    weights = best_weights(counted, 600)
+    if isinstance(expected, Weights):
+        assert weights == expected
+    else:
+        assert weights.new <= weights.again <= weights.often
+        assert weights.often > 1
+        assert (weights.again > 1) is (expected == "again")
 
 
-def test_counts_fade_so_that_another_load_finds_its_own_weight() -> None:
+def test_counts_fade_so_that_another_load_finds_its_own_weights() -> None:
     one = ages({400: 900}, 1_000)
-    first = one.curves(1_000)
-    second = one.curves(1_000)
-    assert first.hits(EDGES[-1:])[0] == 900
-    assert second.hits(EDGES[-1:])[0] == 450
+    hits = [one.curve(1_000).hits[-1] for _ in range(1 + TURN_SHARE)]
+    assert hits[0] == 900
+    assert 0.45 < hits[-1] / hits[0] < 0.55, "half of them are gone after a turn"
 
 
-def test_a_new_weight_once_in_a_turn() -> None:
-    recency = make()
-    objects = 2 * TURN_PUTS_MIN
+def test_new_weights_after_each_part_of_a_turn() -> None:
+    recency, _ = make()
+    objects = 2 * TURN_PUTS_MIN * TURN_SHARE
     recency.adapt(objects)
-    assert recency.weight == 1.0
-    recency.weight = 3.0
-    recency.advance(objects - 1)
+    assert recency.weights == LRU
+    recency.weights = SLIGHT
+    recency.advance(2 * TURN_PUTS_MIN - 1)
     recency.adapt(objects)
-    assert recency.weight == 3.0
-    recency.advance(objects)
+    assert recency.weights == SLIGHT
+    recency.advance(2 * TURN_PUTS_MIN)
     recency.adapt(objects)
-    assert recency.weight == 1.0, "nothing was counted"
+    assert recency.weights == LRU, "nothing was counted"
+
+
+def test_a_small_card_finds_its_weights_within_its_first_thousands_of_puts() -> None:
+    recency, _ = make(64)
+    recency.weights = SLIGHT
+    recency.advance(TURN_PUTS_MIN)
+    recency.adapt(8)
+    assert recency.weights == LRU

@@ -37,6 +37,7 @@ class TableMachine(RuleBasedStateMachine):
         self.table = TableWriter.create(CAPACITY, UUID, BOOT)
         self.reader = attach(self.table)
         self.model: dict[int, tuple[int, int]] = {}
+        self.stamps: dict[int, int] = {}
         self.highest = 0
 
     def teardown(self) -> None:
@@ -50,6 +51,14 @@ class TableMachine(RuleBasedStateMachine):
         self.model[tag] = (max(old_generation, generation), old_bits | bit)
         self.highest = max(self.highest, generation)
 
+    @rule(tag=tags, stamp=st.integers(0, (1 << 32) - 1))
+    def stamp(self, tag: int, stamp: int) -> None:
+        found = self.table.stamp_of(tag)
+        assert (found is None) == (tag not in self.model)
+        if found is not None:
+            self.table.stamp(found[0], stamp)
+            self.stamps[tag] = stamp
+
     @rule(tag=tags, all_ranks=st.booleans(), bit=bits)
     def remove(self, tag: int, all_ranks: bool, bit: int) -> None:
         generation, held = self.model.get(tag, (0, 0))
@@ -58,6 +67,8 @@ class TableMachine(RuleBasedStateMachine):
         self.model.pop(tag, None)
         if held & ~gone:
             self.model[tag] = (generation, held & ~gone)
+        else:
+            self.stamps.pop(tag, None)
 
     @invariant()
     def all_answers_are_the_dictionarys(self) -> None:
@@ -65,6 +76,11 @@ class TableMachine(RuleBasedStateMachine):
             for n in range(16):
                 tag = max(1, (base + n) % (1 << 64))
                 assert self.reader.lookup(tag) == self.table.get(tag) == self.model.get(tag)
+                assert self.reader.fragments(tag) == (3 if tag in self.model else 0)
+                stamped = self.table.stamp_of(tag)
+                assert (stamped and stamped[1:]) == (
+                    (*self.model[tag], self.stamps.get(tag, 0)) if tag in self.model else None
+                )
         assert self.reader.entries == self.table.entries == len(self.model)
         assert self.reader.highest_generation == self.highest
 

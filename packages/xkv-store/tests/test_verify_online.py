@@ -260,7 +260,7 @@ def test_who_serves_the_card_is_found(
         assert "60 objects proved" in capsys.readouterr().out
         for words, said in (
             ([card, "--socket-dir", str(tmp_path / "elsewhere")], "name it with --socket-dir or --socket"),
-            ([card, "--socket-dir", sockets, "--rebuild"], "only where no gateway has the card"),
+            ([card, "--rebuild"], "only where no gateway has the card"),
             ([str(tmp_path), "--socket-dir", sockets, "--port", "5557"], "serves another card"),
         ):
             assert cli.main(["verify", *words]) == 2

@@ -6,6 +6,8 @@ Owns: the protocol between the manager and its attachments. Must not know: vLLM,
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Protocol
 
+from xkv_store.left_out import LeftOut
+
 from .meter import Totals
 
 
@@ -42,6 +44,9 @@ class Card(Protocol):
 
     def store_bytes(self) -> int:
         """Bytes of the ring that are on their way to the card, on the rank that has most."""
+
+    def left_out(self, reason: LeftOut, chunks: int) -> None:
+        """Tell the gateway, for whoever asks it why they are not there; no message, and no wait."""
 
     def worker_counts(self) -> Sequence[int]:
         """What all ranks have counted since the last call, in the order of `metrics.WORKER_COUNTERS`."""

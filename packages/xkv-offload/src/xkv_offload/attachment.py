@@ -20,6 +20,7 @@ from xkv_store.errors import UserError
 from xkv_store.fragment import erase
 from xkv_store.geometry import HEADER_BYTES
 from xkv_store.key import ObjectKey
+from xkv_store.left_out import NUMBERS, LeftOut
 from xkv_store.ring import RankRegions, RingUse, regions
 from xkv_store.sockets import default_socket_dir, socket_for_card, socket_for_port
 from xkv_store.table import TableReader
@@ -215,6 +216,10 @@ class SchedulerCard:
     def store_bytes(self) -> int:
         """See asked_card.Card."""
         return self._client.control.store_bytes()
+
+    def left_out(self, reason: LeftOut, chunks: int) -> None:
+        """See asked_card.Card."""
+        self._client.control.add_count(0, NUMBERS[reason], chunks)
 
     def worker_counts(self) -> Sequence[int]:
         """See asked_card.Card."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from xkv_store.key import ObjectKey, chunk_tag
+from xkv_store.key import chunk_tag
+from xkv_store.left_out import LeftOut
 
 from .announcements import Announcements
 from .asked import AskCounts
@@ -187,7 +188,8 @@ class XkvManager:
         """What to answer for a chunk that the card lacks: it may still come from the remote."""
         remote = self._remote
         if remote is not None and why != "denied":
-            waits = remote.waits(req_id, key, self._lacking_objects)
+            entries, lookup = self._entries_of(key), self._card.table.lookup
+            waits = remote.waits(req_id, key, lambda key: lacking_objects(self._namespace, key, entries, lookup))
             if timeouts := remote.take_timeouts():
                 self._counts.add("remote_timeouts", timeouts)
             if waits:
@@ -198,9 +200,6 @@ class XkvManager:
             self._counts.add("lookup_denied")
         self._counts.miss(why)
         return self._miss
-
-    def _lacking_objects(self, key: bytes) -> list[ObjectKey]:
-        return lacking_objects(self._namespace, key, self._entries_of(key), self._card.table.lookup)
 
     def _verified(self, staging: Staging, key: bytes, req_id: str) -> Answer:
         """What staging says of a chunk that the card holds."""
@@ -317,8 +316,10 @@ class XkvManager:
         positions: list[int] = []
         replace: list[bool] = []
         request = self._request(req_id)
-        if not self._options.stores or not self._card.alive() or request.shedding or req_id in self._stale:
+        left_out = self._leaves_out(request, req_id)
+        if left_out is not None:
             self._counts.add("shed_keys", len(keys))
+            self._card.left_out(left_out, len(keys))
             return XkvTransferSpec(namespace=self._namespace, keys=(), req_id=req_id)
         self._take_denials(*self._card.denials())
         now = time.monotonic()
@@ -332,6 +333,7 @@ class XkvManager:
                 continue
             if self._asked is not None and self._asked.ask(key) < self._options.store_threshold:
                 self._counts.add("rare_keys")
+                self._card.left_out(LeftOut.RARE, 1)
                 continue
             if backlog + size > self._options.store_backlog_bytes:
                 self._shed(request, len(keys) - number)
@@ -358,6 +360,16 @@ class XkvManager:
             replace=tuple(replace),
         )
 
+    def _leaves_out(self, request: _Request, req_id: str) -> LeftOut | None:
+        """Why nothing of this request is stored; None where something may be."""
+        if not self._options.stores:
+            return LeftOut.ROLE
+        if not self._card.alive():
+            return LeftOut.NO_GATEWAY
+        if request.shedding:
+            return LeftOut.BACKLOG
+        return LeftOut.RESET if req_id in self._stale else None
+
     def _request(self, req_id: str) -> _Request:
         request = self._requests.get(req_id)
         if request is None:
@@ -383,6 +395,7 @@ class XkvManager:
         """Not this and, for the rest of the request, no later chunk: a prefix without its middle is never hit."""
         request.shedding = True
         self._counts.add("shed_keys", keys)
+        self._card.left_out(LeftOut.BACKLOG, keys)
         now = time.monotonic()
         if now - self._shed_logged >= SHED_LOG_SECONDS:
             self._shed_logged = now

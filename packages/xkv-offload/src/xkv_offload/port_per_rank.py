@@ -12,6 +12,7 @@ from functools import partial
 from xkv_store.client import Client
 from xkv_store.client_seeks import SoughtObject
 from xkv_store.key import ObjectKey
+from xkv_store.left_out import LeftOut
 
 from .asked_card import Card
 from .attachment import SchedulerCard, StagedReads
@@ -90,6 +91,11 @@ class CardPerRank:
     def store_bytes(self) -> int:
         """See asked_card.Card."""
         return max(card.store_bytes() for card in self._cards)
+
+    def left_out(self, reason: LeftOut, chunks: int) -> None:
+        """See asked_card.Card: each of them may be asked."""
+        for card in self._cards:
+            card.left_out(reason, chunks)
 
     def worker_counts(self) -> Sequence[int]:
         """See asked_card.Card."""

@@ -10,12 +10,21 @@ from dataclasses import dataclass
 
 from xkv_store.client import Client
 from xkv_store.key import ObjectKey, chunk_tag, tag_salt
+from xkv_store.left_out import FIRST_NUMBER, NUMBERS, LeftOut
 
 from .copy import Mover, RingSlots
 from .failures import FailureLog, Plan
 from .layout import ObjectLayout
 from .mapping import MappingError
-from .metrics import count, worker_number
+from .metrics import WORKER_COUNTERS, count, worker_number
+
+LEFT_OUT: Mapping[str, LeftOut] = {
+    "shed_objects": LeftOut.NO_SLOT,
+    "partial_chunks": LeftOut.PARTIAL,
+    "suspect_chunks": LeftOut.SUSPECT,
+}
+"""What the gateway is told too, by counter: no store comes to it."""
+assert len(WORKER_COUNTERS) <= FIRST_NUMBER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +70,10 @@ class RankContext:
     def count(self, name: str, amount: int = 1) -> None:
         """Add to a counter of this process, and of this rank for its scheduler. Any thread."""
         count(name, amount)
-        self.client.control.add_count(self.rank, worker_number(name), amount)
+        control = self.client.control
+        control.add_count(self.rank, worker_number(name), amount)
+        if name in LEFT_OUT:
+            control.add_count(self.rank, NUMBERS[LEFT_OUT[name]], amount)
 
     def deny(self, key: ObjectKey) -> None:
         """Make the engine's lookups miss what the card holds under `key` now."""

@@ -14,6 +14,7 @@ from . import history
 from .departures import Reason
 from .errors import MediumError, PeerError
 from .geometry import NAMESPACE_BYTES
+from .left_out import Ledger
 from .wire import bounded_text, split_listed_namespaces
 from .wire_tools import (
     NAMESPACES_LISTED_MAX,
@@ -23,6 +24,7 @@ from .wire_tools import (
     Explain,
     Explained,
     ExplainedObject,
+    LeftOutStores,
     ListedNamespace,
     ListedNamespaces,
     ListedObject,
@@ -49,8 +51,10 @@ Answer: TypeAlias = ListedNamespaces | ListedObjects | Purged | Explained
 class Attendant:
     """Of one card."""
 
-    def __init__(self, card: Card) -> None:
+    def __init__(self, card: Card, left_out: Ledger | None = None) -> None:
+        """`left_out`: of the engines of this card's gateway."""
         self._card = card
+        self._left_out = left_out or Ledger()
         self.counters: Counter[str] = Counter()
 
     def answer(self, question: Question, now_ns: int) -> Answer:
@@ -110,7 +114,12 @@ class Attendant:
             if len(name) == NAMESPACE_BYTES
         ]
         since = (found.left_since_ms, found.refused_since_ms)
-        return Explained(question.ask, tuple(told), tuple(refused), *since, "")
+        left_out = [
+            LeftOutStores(name, reason, one.count, one.last_ms)
+            for name, reasons in self._left_out.of(one.namespace for one in found.objects).items()
+            for reason, one in reasons.items()
+        ]
+        return Explained(question.ask, tuple(told), tuple(refused), *since, "", tuple(left_out))
 
     def _purge(self, question: Purge, now_ns: int) -> Purged:
         objects = object_bytes = 0

@@ -24,7 +24,7 @@ from .eviction import Budget, Chooser
 from .extents import Run, SlotAllocator, place
 from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES, Geometry
 from .index import RemoveObject, SetObject
-from .key import RANK_BYTES, ObjectKey
+from .key import RANK_BYTES, ObjectKey, encoded_entry
 from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
 from .limbo import Ghost, Limbo
 from .medium import Medium
@@ -33,6 +33,7 @@ from .plans import GetPlan, PutPlan, PutRefusal
 from .pressure import Pressure
 from .quotas import STEPS_MIN, Account, Accounts
 from .recency import Recency
+from .sparse_log import SparseLog
 from .table import CAPACITY_MIN, TableWriter
 from .testing.points import reached
 
@@ -41,12 +42,11 @@ __all__ = ["Card", "CardOptions", "CommitBatch", "GetPlan", "PutPlan", "PutRefus
 log = logging.getLogger(__name__)
 
 LIMBO_SHARE_MAX = 4  # limbo is at most this part (a quarter) of the slots: a burst must not empty the card
-EVICTION_STEPS_MAX = 1_024  # entries of the order looked at in one call: about 5 ms
+EVICTION_STEPS_MAX = 1_024  # entries of the order looked at from one tick to the next, however many puts are refused
 COMMIT_RETRY_NS = 1_000_000_000  # after a failed commit: a full or failing device is not mended sooner
 TICK_SOON_NS = 1_000_000  # more to evict than one call may: come back soon, but let others go first
 PART_SLOTS_MIN = 16  # an object is spread over databases in parts of 4 MiB or more, which keep a device busy
 TABLE_ENTRIES_PER_SLOT = 2  # half empty at most full: a probe or two for each lookup
-LOG_INTERVAL_NS = 10_000_000_000
 PURGE_LIMBO_SHARE = 2  # of what limbo takes, a purge leaves so much (half) to evictions and replacements
 
 
@@ -73,6 +73,7 @@ class Card:
         self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
         self._recency = Recency(self.slots_total, self.table, opened.generation)
         self._chooser = Chooser(self._recency)
+        self._budget, self._own_budget = Budget(EVICTION_STEPS_MAX), Budget(EVICTION_STEPS_MAX)
         self._flying: dict[bytes, PutPlan] = {}
         self._flying_slots = 0
         self._busy_chunks: Counter[bytes] = Counter()  # chunks with an object in flight or not yet committed
@@ -89,9 +90,9 @@ class Card:
         self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
         self._commit_after_ns = 0
+        self._sparse_log = SparseLog(log)
         self.departures = opened.departures
         self._counters: Counter[str] = Counter()
-        self._logged_ns = -LOG_INTERVAL_NS
 
     @classmethod
     def open(cls, options: CardOptions) -> "Card":
@@ -122,7 +123,7 @@ class Card:
         encoded = key.encode()
         if encoded in self._flying:
             return PutRefusal.BUSY
-        old = self._record(encoded)
+        old = self._record(encoded, key)
         if old is not None and not replace:
             self._recency.touch(key.tag)
             return PutRefusal.HELD
@@ -155,7 +156,7 @@ class Card:
         account = self._accounts.of(namespace)
         if account.admits(slots, now_ns):
             return True
-        self._evict_own(account, now_ns, Budget(EVICTION_STEPS_MAX))
+        self._evict_own(account, now_ns, self._own_budget)
         return False
 
     def finish_put(self, plan: PutPlan, error: MediumError | None, now_ns: int | None = None) -> None:
@@ -170,7 +171,7 @@ class Card:
             self._chunk_rests(plan.encoded_key)
             self._give(plan.extents)
             return
-        old = self._record(plan.encoded_key)
+        old = self._record(plan.encoded_key, plan.key)
         ghost = None
         if old is not None:
             self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
@@ -224,7 +225,7 @@ class Card:
         record = self._record(encoded)
         if record is None or record.generation != generation:
             return
-        self._leave(key, encoded, record, 0, Reason(reason))
+        self._leave(encoded, record, 0, Reason(reason))
 
     def purge(self, encoded: bytes, generation: int, now_ns: int) -> int | None:
         """That object leaves as an evicted one does. Its length; 0: it is gone; None: limbo has no room. PeerError."""
@@ -233,7 +234,7 @@ class Card:
             return 0
         if self._overlay.full or not self._limbo_takes(self.geometry.fragments(record.length), PURGE_LIMBO_SHARE):
             return None
-        self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, Reason.PURGED)
+        self._leave(encoded, record, now_ns, Reason.PURGED)
         return record.length
 
     def touch(self, tags: Iterable[int]) -> None:
@@ -250,16 +251,15 @@ class Card:
             self._give(ghost.record.extents)
             self._accounts.of(ghost.key[:NAMESPACE_BYTES]).limbo -= ghost.slots
             reached("limbo.released")
+        self._budget.left = self._own_budget.left = EVICTION_STEPS_MAX
         lacking = self._accounts.settle(now_ns)
         for account in lacking:
             self._evict_own(account, now_ns, Budget(max(STEPS_MIN, EVICTION_STEPS_MAX // len(lacking))))
         self._evict(now_ns)
         if (self._lacking_slots() > 0 or any(a.used and a.lacking_slots() > 0 for a in lacking)) and self._evictable():
             return TICK_SOON_NS
-        waits = []
         ends_ns = self._limbo.next_end_ns()
-        if ends_ns is not None:
-            waits.append(ends_ns - now_ns)
+        waits = [] if ends_ns is None else [ends_ns - now_ns]
         if len(self._limbo) or now_ns < self._commit_after_ns:
             waits.append(COMMIT_RETRY_NS)
         return max(TICK_SOON_NS, min(waits)) if waits else None
@@ -430,15 +430,13 @@ class Card:
         fragments = self.geometry.fragments(record.length)
         return GetPlan(key, encoded, *record[:4], fragments, record.extents)
 
-    def _record(self, encoded: bytes) -> Record | None:
-        """The present record of a key; an index that cannot be read makes a miss, counted."""
+    def _record(self, encoded: bytes, key: ObjectKey | None = None) -> Record | None:
+        """The present record; an index that cannot be read makes a miss. With `key` the lookup table is asked first."""
         try:
-            return self._overlay.record(encoded)
+            return self._overlay.record(encoded, committed=key is None or self.table.holds(key.tag, key.bit))
         except MediumError as error:
             self._counters["index_errors"] += 1
-            if self._pressure.now_ns - self._logged_ns >= LOG_INTERVAL_NS:
-                self._logged_ns = self._pressure.now_ns
-                log.warning("%s", error)
+            self._sparse_log.warning("%s", error)
             return None
 
     def _generation_left(self) -> bool:
@@ -479,11 +477,12 @@ class Card:
         self._bytes -= record.length
         return ghost
 
-    def _leave(self, key: ObjectKey, encoded: bytes, record: Record, now_ns: int, reason: Reason) -> None:
+    def _leave(self, encoded: bytes, record: Record, now_ns: int, reason: Reason) -> None:
         """Out of the table and the index, into limbo."""
+        tag, bit = encoded_entry(encoded)
         readable = reason in (Reason.EVICTED, Reason.PURGED)
         self.departures.left(encoded, reason, record.generation)
-        self.table.remove_rank(key.tag, key.bit)
+        self.table.remove_rank(tag, bit)
         self._overlay.remove(encoded, self._to_limbo(encoded, record, now_ns, readable=readable))
 
     # --- eviction -----------------------------------------------------------------------------------------
@@ -495,8 +494,8 @@ class Card:
         return self._used_slots > 0 and self._limbo_takes(1) and not self._overlay.full
 
     def _evict(self, now_ns: int) -> None:
-        """Send chunks to limbo until enough slots are free or on their way, within this call's bound."""
-        self._evict_while(self._lacking_slots, self._chooser, now_ns, Budget(EVICTION_STEPS_MAX))
+        """Send chunks to limbo until enough slots are free or on their way, within the tick's bound."""
+        self._evict_while(self._lacking_slots, self._chooser, now_ns, self._budget)
 
     def _evict_own(self, account: Account, now_ns: int, budget: Budget) -> None:
         """The same for a namespace's quota, with its own chunks."""
@@ -513,7 +512,7 @@ class Card:
                 reached("evict.begin")
                 self._counters["evicted_chunks"] += 1
                 for encoded, record in chunk:
-                    self._leave(ObjectKey.decode(encoded), encoded, record, now_ns, Reason.EVICTED)
+                    self._leave(encoded, record, now_ns, Reason.EVICTED)
                 reached("evict.removed")
         except MediumError as error:
             self._counters["index_errors"] += 1

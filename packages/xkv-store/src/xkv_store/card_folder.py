@@ -71,7 +71,7 @@ def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     """Lock the folder, make the card if there is none, mend what can be mended, and open it. UserError."""
     folder = options.folder
     reached("open.before_lock")
-    lock_fd = lock_folder(folder, create=options.create)
+    lock_fd = _lock(options)
     reached("open.locked")
     with _letting_go(lock_fd, folder):
         if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
@@ -83,12 +83,19 @@ def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
 def lock_card(options: CardOptions) -> Iterator[None]:
     """Hold the folder's lock for the block; UserError where there is no whole card in it."""
     folder = options.folder
-    lock_fd = lock_folder(folder, create=False)
+    lock_fd = _lock(replace(options, create=False))
     with _letting_go(lock_fd, folder):
         if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
             raise UserError(f"there is no card in {folder}: give another folder")
         yield
     os.close(lock_fd)
+
+
+def _lock(options: CardOptions) -> int:
+    """The folder's lock. Where no card is and none shall be made, nothing of ours is left behind."""
+    if options.create or _card_is_there(options.folder):
+        return lock_folder(options.folder, create=options.create)
+    return lock_folder(options.folder, create=False, leave_file=False)
 
 
 @contextmanager
@@ -134,7 +141,7 @@ class _Making:
 
 
 def _card_is_there(folder: Path) -> bool:
-    return os.path.lexists(_database_path(folder, 0)) or (folder / _INDEX).exists()
+    return os.path.lexists(_database_path(folder, 0)) or os.path.exists(folder / _INDEX)  # noqa: PTH110  never raises
 
 
 def _database_path(folder: Path, number: int) -> Path:

@@ -19,13 +19,16 @@ class CardInUseError(UserError):
     """Another process has the card's lock."""
 
 
-def lock_folder(folder: Path, *, create: bool) -> int:
-    """The folder's lock, which the kernel drops with this process, however that ends."""
+def lock_folder(folder: Path, *, create: bool, leave_file: bool = True) -> int:
+    """The folder's lock, which the kernel drops with this process, however that ends.
+
+    `create`: make the folder; `leave_file`: make the lock's file in it. UserError where what is needed is not there.
+    """
     try:
         if create:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_folder(folder)
-        lock_fd = open_private(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        lock_fd = open_private(folder / LOCK_NAME, os.O_RDWR | (os.O_CREAT if leave_file else 0))
     except FileNotFoundError as error:
         raise UserError(f"there is no card in {folder}: give another folder") from error
     except OSError as error:

@@ -59,7 +59,7 @@ def path_option(option: str) -> Callable[[str], Path]:
 Port = Annotated[int, typer.Option(min=1, max=65535, help="The gateway's port: names its socket.")]
 PortOrElse = Annotated[
     Optional[int],  # noqa: UP045
-    typer.Option(min=1, max=65535, help=f"The gateway's port [default: {PORT_CUSTOMARY}]."),
+    typer.Option(min=1, max=65535, help=f"The gateway's port; {PORT_CUSTOMARY} is the customary one."),
 ]
 SocketDir = Annotated[
     Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10

@@ -54,6 +54,8 @@ def verify_command(  # noqa: PLR0917  each parameter is an option, and typer pas
     """
     if card is None and port is None and socket is None:
         raise UserError("type the folder of the card, or --port or --socket of the gateway that serves it")
+    if rebuild_index and any(one is not None for one in (port, socket_dir, socket)):
+        raise UserError("--rebuild is for a card that no gateway has: stop it, and type the card's folder alone")
     output = Output(json=as_json)
     if port is None and socket is None:
         assert card is not None
@@ -64,8 +66,6 @@ def verify_command(  # noqa: PLR0917  each parameter is an option, and typer pas
                 raise UserError(f"{in_use}; an index is made anew only where no gateway has the card") from in_use
             tool = serving(card, socket_dir or sockets.default_socket_dir(), in_use)
     else:
-        if rebuild_index:
-            raise UserError("--rebuild is for a card that no gateway has: stop it, and type the card's folder alone")
         tool = Tool(named_socket(port, socket_dir, None, socket))
     with closing(tool):
         if card is not None and not serves(tool, card):

@@ -21,6 +21,7 @@ from .geometry import HASH_BYTES_MAX, NAMESPACE_BYTES, RANK_MAX
 from .inquiry import Inquiry
 from .key import ObjectKey
 from .selection import Selection
+from .unused_options import refuse_unused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -52,7 +53,10 @@ WhyHash = Annotated[
     Optional[str],  # noqa: UP045
     typer.Option("--block-hash", metavar="DIGITS", help="The chunk with this block hash (all digits)."),
 ]
-Group = Annotated[int, typer.Option(min=0, max=GROUP_MAX, help="The chunk's KV-cache group.")]
+Group = Annotated[
+    Optional[int],  # noqa: UP045
+    typer.Option(min=0, max=GROUP_MAX, help="The chunk's KV-cache group [default: 0]."),
+]
 Ranks = Annotated[
     Optional[int],  # noqa: UP045
     typer.Option(min=1, max=RANK_MAX + 1, help="Of how many ranks the chunk has objects [default: 1]."),
@@ -71,7 +75,7 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
     namespace: WhyNamespace = None,
     other: Other = None,
     block_hash: WhyHash = None,
-    group: Group = 0,
+    group: Group = None,
     ranks: Ranks = None,
     port: PortOrElse = None,
     socket_dir: SocketDir = None,
@@ -84,11 +88,19 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
     xkv-offload is installed.
     """
     output = Output(json=as_json)
-    check_question(key=key, block_hash=block_hash, namespace=namespace, other=other)
+    check_question(
+        key=key,
+        block_hash=block_hash,
+        namespace=namespace,
+        other=other,
+        generation=generation,
+        group=group,
+        ranks=ranks,
+    )
     with inquiring(card, port, socket_dir, socket) as inquiry:
         answer, about = ask(
             inquiry, key=key, generation=generation, namespace=namespace, other=other, block_hash=block_hash,
-            group=group, ranks=ranks or 1,
+            group=group or 0, ranks=ranks or 1,
         )  # fmt: skip
     raise typer.Exit(say(output, answer, about))
 
@@ -103,14 +115,38 @@ def inquiring(card: Path | None, port: int | None, socket_dir: Path | None, sock
         yield Inquiry(view)
 
 
-def check_question(*, key: str | None, block_hash: str | None, namespace: str | None, other: str | None) -> None:
-    """UserError unless exactly one question is asked."""
+def check_question(
+    *,
+    key: str | None,
+    block_hash: str | None,
+    namespace: str | None,
+    other: str | None,
+    generation: int | None,
+    group: int | None,
+    ranks: int | None,
+    others: str = "",
+) -> None:
+    """UserError unless exactly one question is asked, with nothing that means nothing to it.
+
+    `others`: what else the command would take for a question.
+    """
     if sum(one is not None for one in (key, block_hash, other)) != 1:
-        raise UserError("type one question: --key, or --namespace with --block-hash, or --namespace with --other")
+        raise UserError(
+            f"type one question: {others}--key, or --namespace with --block-hash, or --namespace with --other"
+        )
     if key is not None and namespace is not None:
         raise UserError("a --key begins with its namespace: leave --namespace out")
     if key is None and namespace is None:
         raise UserError("type --namespace: the engine's log says it at its start, and `xkv namespaces` shows them")
+    of_chunk = {"--group": group, "--ranks": ranks}
+    if other is not None:
+        refuse_unused(
+            {"--generation": generation, **of_chunk}, "two namespaces are compared, and no object is asked about"
+        )
+    if key is not None:
+        refuse_unused(of_chunk, "a --key says its group and its rank")
+    if ranks is not None and ranks > 1:
+        refuse_unused({"--generation": generation}, "each rank's object has one of its own")
 
 
 def ask(

@@ -31,7 +31,8 @@ VERSION: Final = 3
 DENIALS_PER_RANK: Final = 1_024
 """A poll comes with every lookup batch; more failed loads than this in between is a dead medium."""
 COUNTERS_PER_RANK: Final = 64
-"""What a rank counts, for its engine's scheduler; the page knows the numbers of the counters, and no meaning."""
+"""What a rank (or the scheduler) counts, for its engine's scheduler and the gateway; the page knows the counters'
+numbers, and no meaning."""
 COUNT_BELIEVED_MAX: Final = 1 << 50
 """Between two readings: a petabyte is more than any rank moves meanwhile."""
 
@@ -260,10 +261,10 @@ class ControlPage:
         """Objects that the ranks have shed, together."""
         return sum(self._words[self._rank_word(rank, RANK_SHED_OFFSET)] for rank in range(self.ranks))
 
-    def counts(self, rank: int, numbers: int) -> list[int]:
-        """A rank's first `numbers` counters; they begin at 0 with the page, and grow."""
-        first = self._counters_word + rank * COUNTERS_PER_RANK
-        return self._words[first : first + numbers].tolist()
+    def counts(self, rank: int, numbers: int, first: int = 0) -> list[int]:
+        """A rank's `numbers` counters from `first` on; they begin at 0 with the page, and grow."""
+        word = self._counters_word + rank * COUNTERS_PER_RANK + first
+        return self._words[word : word + numbers].tolist()
 
     def loaded(self, rank: int) -> tuple[int, int]:
         """What a rank has said by `set_loaded`. The two may be of moments that are a copy apart."""
@@ -336,16 +337,19 @@ NOTHING_DENIED: Final = Denials((), overflow=False)
 class CountReader:
     """What all ranks have counted since it was asked last. Not for several threads."""
 
-    def __init__(self, page: ControlPage, numbers: int) -> None:
+    def __init__(self, page: ControlPage, numbers: int, first: int = 0) -> None:
+        """So many counters from `first` on."""
+        assert first + numbers <= COUNTERS_PER_RANK
         self._page = page
         self._numbers = numbers
+        self._first = first
         self._seen = [[0] * numbers for _ in range(page.ranks)]
 
     def poll(self) -> list[int]:
         """By counter; a wild value counts nothing."""
         sums = [0] * self._numbers
         for rank, seen in enumerate(self._seen):
-            counts = self._page.counts(rank, self._numbers)
+            counts = self._page.counts(rank, self._numbers, self._first)
             if counts == seen:
                 continue
             for number, (now, before) in enumerate(zip(counts, seen, strict=True)):

@@ -27,12 +27,14 @@ from .geometry import (
     Geometry,
 )
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
+from .native import UnreachableError, library
 from .private_files import database_path, open_private
 
 log = logging.getLogger(__name__)
 
 IOV_MAX = 1_024  # buffers that the kernel takes in one call (UIO_MAXIOV)
 IO_BYTES_MAX = 32 << 20  # bytes per call: long enough for any device's full speed, short enough to stay fair
+SUMMED_BYTES = 512 << 10  # of what is copied by the core: summed while it is in the core's own cache
 STALLS_MAX = 8  # moves in a row of less than a step: at a file's end for ever, elsewhere a coincidence
 _BLOCK_BYTES = 512  # of st_blocks (stat(3type))
 
@@ -155,6 +157,28 @@ class Database:
         """Read neighbouring slots; only the last buffer may be shorter. MediumError; CorruptObject where cut."""
         self._move(os.preadv, "reading", first_slot, buffers)
 
+    def read_summed(
+        self, first_slot: int, buffers: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]
+    ) -> list[int] | None:
+        """As `read`, and the checksum of what follows the first `skip` bytes in each buffer. MediumError.
+
+        None where that cannot be: without the library, in a class of tests, or where the kernel moved less than it was
+        asked for. Then nothing is known of the buffers, and `read` has the last word.
+        """
+        found = library()
+        if found is None or type(self) is not Database or not buffers:
+            return None
+        assert 0 <= first_slot <= self.superblock.slots - len(buffers)
+        offset = DATA_OFFSET + first_slot * self.superblock.slot_bytes
+        is_copy = not self.direct or found.in_memory(self._fd)
+        step_bytes = SUMMED_BYTES if is_copy else IO_BYTES_MAX
+        try:
+            return found.read(self._fd, offset, buffers, skip, payload_bytes, step_bytes=step_bytes)
+        except OSError as error:
+            raise self._error(error, "reading", sum(map(len, buffers)), offset) from error
+        except UnreachableError:
+            return None
+
     def read_fronts(self, first_slot: int, fronts: Sequence[memoryview]) -> None:
         """Read the first I/O step of neighbouring slots, each into its own buffer (for a scan)."""
         slot_bytes = self.superblock.slot_bytes
@@ -219,7 +243,7 @@ class Database:
             try:
                 moved = call(self._fd, _rest(buffers, done) if done else buffers, offset + done)
             except OSError as error:
-                raise MediumError.of(error, f"{doing} {wanted} bytes at {offset} of {self.path}") from error
+                raise self._error(error, doing, wanted, offset) from error
             if done + moved < wanted:
                 # A short move. With O_DIRECT the next one must begin on a step again.
                 kept = moved - (moved % IO_STEP_BYTES if self.direct else 0)
@@ -229,6 +253,9 @@ class Database:
                     raise CorruptObject(what) if doing == "reading" else MediumError(errno.EIO, what)
                 moved = kept
             done += moved
+
+    def _error(self, error: OSError, doing: str, wanted: int, offset: int) -> MediumError:
+        return MediumError.of(error, f"{doing} {wanted} bytes at {offset} of {self.path}")
 
 
 def read_superblock(path: Path) -> Superblock:

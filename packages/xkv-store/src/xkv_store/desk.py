@@ -76,7 +76,6 @@ class Desk:
         self._card = card
         self._transfers = transfers
         self._prover = prover
-        self._attendant = Attendant(card)
         self._allow_uids = allow_uids
         self._boot_id = boot_id
         self._house = house
@@ -87,6 +86,7 @@ class Desk:
         self.engines: Engines[Connection] = Engines(
             slot_bytes=card.geometry.slot_bytes, fragment_bytes=card.geometry.fragment_bytes, boot_id=boot_id
         )
+        self._attendant = Attendant(card, self.engines.left_out)
         self.connections: dict[int, Connection] = {}  # by descriptor
         self.touched: set[Connection] = set()  # those with which something happened in this round
         self.counters: Counter[str] = Counter()
@@ -244,6 +244,7 @@ class Desk:
         if isinstance(question, Purge) and not sockets.is_trusted(connection.peer):
             self.perform(connection, session.violate("only the gateway's own user may purge the card"))
             return
+        self.engines.look()
         self.perform(connection, session.reply(self._attendant.answer(question, time.monotonic_ns())))
 
     def _publish(self, connection: Connection, published: wire.RankNamespace, *, adopted: bool) -> None:
@@ -255,6 +256,7 @@ class Desk:
             self.perform(connection, connection.session.violate(str(error)))
             return
         if adopted:
+            engine.adopted = published.namespace
             self._card.contents.put_namespace(published.namespace, published.descriptor)
         else:
             engine.namespaces[published.rank] = published

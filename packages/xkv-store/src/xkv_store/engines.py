@@ -12,9 +12,10 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from .control import ControlPage
+from .control import ControlPage, CountReader
 from .errors import PeerError, UserError
 from .leases import LeaseRegion
+from .left_out import FIRST_NUMBER, LOOK_EVERY_NS, REASONS, Ledger
 from .ring import RankRegions, Ring, RingUse, memory_identity, regions, ring_slots, staged_slots
 from .wire import DESCRIPTOR_BYTES_MAX, RANKS_MAX, Hello, RankNamespace, RefusedCode, Role
 
@@ -47,6 +48,15 @@ class Engine(Generic[Session]):
     leases: LeaseRegion | None  # what the ranks share, where they share anything
     sessions: dict[tuple[Role, int], Session] = field(default_factory=dict)
     namespaces: dict[int, RankNamespace] = field(default_factory=dict)
+    adopted: bytes = b""  # the namespace under which its scheduler looks things up
+    _left_out: CountReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._left_out = CountReader(self.control, len(REASONS), FIRST_NUMBER)
+
+    def left_out(self) -> tuple[bytes, list[int]]:
+        """What it has left out since it was asked last, by `left_out.REASONS`, and of which namespace."""
+        return self.adopted, self._left_out.poll() if self.adopted else [0] * len(REASONS)
 
     @property
     def ranks_attached(self) -> int:
@@ -62,6 +72,8 @@ class Engines(Generic[Session]):
         self._fragment_bytes = fragment_bytes
         self._boot_id = boot_id
         self._by_id: dict[str, Engine[Session]] = {}
+        self._looked_ns = 0
+        self.left_out = Ledger()
 
     def __iter__(self) -> Iterator[Engine[Session]]:
         return iter(self._by_id.values())
@@ -104,14 +116,23 @@ class Engines(Generic[Session]):
             engine.namespaces.pop(rank, None)
             engine.control.set_attached(engine.ranks_attached)
         if not engine.sessions:
+            self.left_out.add(*engine.left_out())
             del self._by_id[engine.hello.engine_id]
             engine.ring.close()
             engine.control.close()
 
     def beat(self, now_ns: int) -> None:
-        """Write the heartbeat on every control page."""
+        """Write the heartbeat on every control page; now and then look at what engines have left out."""
         for engine in self._by_id.values():
             engine.control.beat(now_ns)
+        if now_ns - self._looked_ns >= LOOK_EVERY_NS:
+            self._looked_ns = now_ns
+            self.look()
+
+    def look(self) -> None:
+        """Take in what engines have left out up to now."""
+        for engine in self._by_id.values():
+            self.left_out.add(*engine.left_out())
 
     def set_draining(self) -> None:
         """Write on every control page that no more work is taken."""

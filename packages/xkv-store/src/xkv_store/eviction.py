@@ -1,22 +1,27 @@
-"""Which chunk leaves next: the one that has not been asked for longest, where ages of new ones may count more.
+"""Which chunk leaves next: the one that has not been asked for longest, where ages of some kinds may count more.
 
-Owns: the two hands over the index's order and the choice between them. Pure but for its own state: it sees the objects
+Owns: the hands over the index's order and the choice between them. Pure but for its own state: it sees the objects
 through `View`. Must not know slots, limbo or the clock.
 
 The order of the index is that of the last time that an object was put or, with AGAIN in its family, asked for, as far
-as that is known there. A hand goes from the oldest on; what was asked for since it was filed is filed anew, behind, and
-what was not leaves. So the choice is exact, and what is asked for often costs one change of the index in a pass of the
-hand, not one for each time. Why, and what it is measured against: docs/adr/0014-who-leaves-first.md.
+as that is known there: a part for each kind of objects (see `recency`). In each a hand goes from the oldest on; what
+was asked for since it was filed is filed anew, behind, and what was not leaves. So the choice is exact, and what is
+asked for often costs one change of the index in a pass of the hand, not one for each time. Why, and what it is measured
+against: docs/adr/0014-who-leaves-first.md.
 """
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple, Protocol
 
 from .errors import PeerError
-from .key import RANK_BYTES, ObjectKey
-from .layout import AGAIN, BadBytesError, Record, pack_order_key, parse_order_key
-from .recency import Recency
+from .geometry import RANKS_PER_ENTRY
+from .key import RANK_BYTES, encoded_entry
+from .layout import AGAIN, OFTEN, BadBytesError, Record, pack_order_key, parse_order_key
+from .recency import AGAIN_KIND, FAMILY_OF_KIND, KIND_OF_USES, USES_OF_KIND, Recency, kind_of
 
 ORDER_BATCH = 64  # entries of the order fetched at a time
 PASS_ENTRIES_MAX = 2_048  # then a hand begins anew: what was held is free, what came late may stand behind it
@@ -47,6 +52,19 @@ class Budget:
         self.left = steps
 
 
+_SECOND_PAGE = RANKS_PER_ENTRY.to_bytes(RANK_BYTES, "big")  # of ranks: from this one on they have another tag
+
+
+class _Entry(NamedTuple):
+    """Of the order. `filed`: when the object was last used, as far as its place says."""
+
+    order_key: bytes
+    key: bytes
+    family: int
+    generation: int
+    filed: int
+
+
 @dataclass(slots=True)
 class _Hand:
     """Over the part of the order from `begin` to before `end`."""
@@ -54,18 +72,18 @@ class _Hand:
     begin: bytes
     end: bytes
     at: bytes = field(init=False)
-    ahead: deque[tuple[bytes, bytes]] = field(default_factory=deque)
+    ahead: deque[_Entry] = field(default_factory=deque)
     seen: int = 0  # entries of this pass, but for those of others than may leave
 
     def __post_init__(self) -> None:
         self.at = self.begin
 
-    def head(self, view: View) -> tuple[bytes, bytes] | None:
+    def head(self, view: View, recency: Recency) -> _Entry | None:
         """The entry that the hand is at; None at the end of its part, from where it begins anew."""
         if not self.ahead:
             if self.seen >= PASS_ENTRIES_MAX:
                 self.rewind()
-            self.ahead.extend(view.order_from(self.at, ORDER_BATCH, self.end))
+            self.ahead.extend(_entries(view.order_from(self.at, ORDER_BATCH, self.end), recency))
             if not self.ahead:
                 self.rewind()
                 return None
@@ -73,14 +91,13 @@ class _Hand:
 
     def pass_on(self, *, counts: bool) -> None:
         """The entry is dealt with. Where it `counts` not, those that do may all stand behind many such."""
-        order_key, _ = self.ahead.popleft()
-        self.at = order_key + b"\0"
+        self.at = self.ahead.popleft().order_key + b"\0"
         self.seen += counts
 
     def makes_room(self, order_key: bytes) -> None:
         """An entry has come here: what was fetched from behind it is fetched again."""
         self.at = min(self.at, order_key)
-        while self.ahead and self.ahead[-1][0] > order_key:
+        while self.ahead and self.ahead[-1].order_key > order_key:
             self.ahead.pop()
 
     def rewind(self) -> None:
@@ -89,8 +106,20 @@ class _Hand:
         self.ahead.clear()
 
 
-_AGAIN_BEGINS = pack_order_key(AGAIN, (1 << 32) - 1, 0)
-_ORDER_ENDS = b"\xff" * (len(_AGAIN_BEGINS) + 1)
+def _entries(pairs: list[tuple[bytes, bytes]], recency: Recency) -> Iterator[_Entry]:
+    for order_key, key in pairs:
+        try:
+            family, _, generation = parse_order_key(order_key)
+            yield _Entry(order_key, key, family, generation, recency.filed(family, generation))
+        except BadBytesError:  # noqa: PERF203 -- costs nothing where nothing is raised
+            yield _Entry(order_key, b"", 0, 0, 0)  # damage: passed over as soon as it is looked at
+
+
+_BOUNDS = (
+    b"",
+    *(pack_order_key(family, (1 << 32) - 1, 0) for family in (AGAIN, OFTEN)),
+    b"\xff" * (len(pack_order_key(0, 0, 0)) + 1),
+)
 
 
 class Chooser:
@@ -102,66 +131,73 @@ class Chooser:
     def __init__(self, recency: Recency, *, only: bytes = b"") -> None:
         self._recency = recency
         self._only = only
-        self._hands = (_Hand(b"", _AGAIN_BEGINS), _Hand(_AGAIN_BEGINS, _ORDER_ENDS))
+        self._hands = [_Hand(begin, end) for begin, end in pairwise(_BOUNDS)]  # by kind
 
     def next_chunk(self, view: View, budget: Budget) -> list[tuple[bytes, Record]] | None:
         """The objects of the next chunk to leave; None when the budget is spent or nothing can leave."""
         ends = 0
         while budget.left > 0:
-            hand = self._older(view)
+            hand = self._oldest(view)
             if hand is None:
                 ends += 1
                 if ends > 2:  # once to finish this pass, once through all: nothing can leave
                     return None
                 continue
             budget.left -= 1
-            order_key, key = hand.ahead[0]
-            may_leave = key.startswith(self._only)
+            entry = hand.ahead[0]
+            may_leave = entry.key.startswith(self._only)
             hand.pass_on(counts=may_leave)
-            chunk = self._consider(view, order_key, key) if may_leave else None
+            chunk = self._consider(view, entry) if may_leave else None
             if chunk:
                 return chunk
         return None
 
-    def _older(self, view: View) -> _Hand | None:
-        """The hand that is at what should leave first."""
-        new, again = self._hands
-        of_new, of_again = new.head(view), again.head(view)
-        if of_new is None or of_again is None:
-            return new if of_new is not None else again if of_again is not None else None
-        return new if self._age(of_new[0]) * self._recency.weight >= self._age(of_again[0]) else again
+    def _oldest(self, view: View) -> _Hand | None:
+        """The hand that is at what should leave first; of those that are at equals the one of what is newer."""
+        recency = self._recency
+        now, weights = recency.now + 1, recency.weights
+        oldest, its_age = None, -inf
+        for kind, hand in enumerate(self._hands):
+            entry = hand.ahead[0] if hand.ahead else hand.head(view, recency)
+            if entry is not None and (age := (now - entry.filed) / weights[kind]) > its_age:
+                oldest, its_age = hand, age
+        return oldest
 
-    def _age(self, order_key: bytes) -> int:
-        return max(0, self._recency.now - _filed(order_key)) + 1
-
-    def _consider(self, view: View, order_key: bytes, key: bytes) -> list[tuple[bytes, Record]] | None:
-        try:
-            family, _, generation = parse_order_key(order_key)
-            chunk_key = key[:-RANK_BYTES]
-            chunk = view.chunk(chunk_key)
-            tags = {ObjectKey.decode(rank_key).tag for rank_key, _ in chunk}
-        except (BadBytesError, PeerError):
-            return None  # damage in the index: recovery drops what it cannot parse
-        if not any(one == key and (own.family, own.generation) == (family, generation) for one, own in chunk):
+    def _consider(self, view: View, entry: _Entry) -> list[tuple[bytes, Record]] | None:
+        key, recency = entry.key, self._recency
+        chunk_key = key[:-RANK_BYTES]
+        chunk = view.chunk(chunk_key)
+        own = None
+        for rank_key, record in chunk:
+            if rank_key == key:
+                own = record
+        if own is None or own.generation != entry.generation or own.family != entry.family:
             return None  # has left, was replaced or filed elsewhere since the snapshot
         if view.held(chunk_key, chunk):
             return None  # nor filed anew: what waits for its commit must be in the overlay as what it is
-        filed = _filed(order_key)
-        asked = max(self._recency.asked_at(tag) for tag in tags)
-        if asked > filed:
-            for one, own in chunk:
-                view.refile(one, own._replace(family=AGAIN | asked))
-                self._hands[1].makes_room(pack_order_key(AGAIN | asked, own.position, own.generation))
+        try:
+            tags = tags_of(chunk)
+        except PeerError:
+            return None  # damage in the index: recovery drops what it cannot parse
+        asked, uses = recency.asked(tags[0]) if len(tags) == 1 else max(map(recency.asked, tags))
+        kind = max(kind_of(entry.family), KIND_OF_USES[uses])
+        if asked > entry.filed:
+            self._file_anew(view, chunk, FAMILY_OF_KIND[kind or AGAIN_KIND] | asked)
             return None
         for tag in tags:
-            self._recency.left(tag, filed, again=family >= AGAIN)
+            recency.left(tag, entry.filed, max(uses, USES_OF_KIND[kind]))
         return chunk
 
+    def _file_anew(self, view: View, chunk: list[tuple[bytes, Record]], family: int) -> None:
+        hand = self._hands[kind_of(family)]
+        for rank_key, record in chunk:
+            view.refile(rank_key, record._replace(family=family))
+            hand.makes_room(pack_order_key(family, record.position, record.generation))
 
-def _filed(order_key: bytes) -> int:
-    """When the object of this entry was last used, as far as the order knows."""
-    try:
-        family, _, generation = parse_order_key(order_key)
-    except BadBytesError:
-        return 0  # damage: passed over as soon as it is looked at
-    return family - AGAIN if family >= AGAIN else generation
+
+def tags_of(chunk: list[tuple[bytes, Record]]) -> tuple[int, ...]:
+    """The tags of a chunk's objects, which are in the order of their ranks; PeerError where a key is none."""
+    last = chunk[-1][0]
+    if last[-RANK_BYTES:] < _SECOND_PAGE:
+        return (encoded_entry(last)[0],)
+    return tuple({encoded_entry(key)[0] for key, _ in chunk})

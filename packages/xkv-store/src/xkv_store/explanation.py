@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .departures import Reason
 from .identities import Difference, in_words, look_at
+from .left_out import LeftOut
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from .departures import Departure
     from .history import Histories, ObjectHistory
+    from .left_out import Omission
 
 
 class Verdict(str, Enum):
@@ -41,7 +43,10 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`what` is so, what `follows`, and what to type (`remedy`); `when_ms`: since 1970, or 0."""
+    """`what` is so, what `follows`, and what to type (`remedy`); `when_ms`: since 1970, or 0.
+
+    `left_out`: what engines of the namespace have left out themselves, where that may be it.
+    """
 
     verdict: Verdict
     what: str
@@ -49,6 +54,7 @@ class Explanation:
     remedy: str = ""
     when_ms: int = 0
     differences: Sequence[Difference] = field(default=())
+    left_out: Mapping[LeftOut, Omission] = field(default_factory=dict)
 
     @property
     def misses(self) -> bool:
@@ -63,6 +69,11 @@ class Explanation:
             value |= {"when_ms": self.when_ms, "when": at(self.when_ms)}
         if self.differences:
             value["differences"] = [one.as_value() for one in self.differences]
+        if self.left_out:
+            value["left_out"] = [
+                {"reason": reason.value, "count": one.count, "last_ms": one.last_ms}
+                for reason, one in self.left_out.items()
+            ]
         return value
 
 
@@ -114,6 +125,24 @@ _REFUSED_REMEDY: Final = {
     Reason.OVER_QUOTA: "a larger --quota",
     Reason.FAILED: "the gateway's log names the file and the error",
     Reason.INVALID: "report it, with the engine's log",
+}
+
+
+_LEFT_OUT: Final = {
+    LeftOut.BACKLOG: (
+        "chunks as more than xkv.store_backlog_bytes was on its way to the card",
+        "a faster card, or more devices; a larger xkv.ring_bytes",
+    ),
+    LeftOut.RARE: ("chunks as too few requests had asked for them", "a lower xkv.store_threshold"),
+    LeftOut.NO_GATEWAY: ("chunks while the gateway was not there", "the gateway's log, for why it was not"),
+    LeftOut.ROLE: ("chunks as its kv_role does not store", '"kv_role":"kv_both", or an engine beside it that stores'),
+    LeftOut.RESET: ("chunks of requests that were under way when its cache was reset", ""),
+    LeftOut.NO_SLOT: (
+        "objects as no slot of its ring was free, its gateway was gone, or the copy took too long",
+        "a larger xkv.ring_bytes, or a smaller xkv.load_reserve_bytes",
+    ),
+    LeftOut.PARTIAL: ("objects of chunks that were not certainly whole", ""),
+    LeftOut.SUSPECT: ("objects of requests of which a load had failed", ""),
 }
 
 
@@ -176,23 +205,27 @@ def _left(left: Departure) -> Explanation:
 
 def _never(one: ObjectHistory, found: Histories) -> Explanation:
     since_ms = max(found.left_since_ms, found.refused_since_ms)
-    counts = found.refused.get(one.namespace, {})
-    shed = sum(counts.values())
-    follows = (
-        f"of its namespace's stores, {shed} came to nothing since the gateway's start"
-        if shed
-        else "no store of it came"
-    )
+    refused = sum(found.refused.get(one.namespace, {}).values())
+    left_out = found.left_out.get(one.namespace, {})
+    if since_ms:
+        what = f"it was not stored since {at(since_ms)}, and what left before then is not known any more"
+        follows = "no store of it came since then; of before, nothing can be said"
+    else:
+        what, follows = "it was never stored on this card", "no store of it came"
+    if refused:
+        follows = f"of its namespace's stores, {refused} came to nothing since the gateway's start"
     remedy = (
         "ask that it was computed by an engine that stores (kv_role), and what that one shed itself: "
         "vllm:xkv_shed_keys, vllm:xkv_shed_objects"
     )
-    if not since_ms:
-        return Explanation(Verdict.NEVER_STORED, "it was never stored on this card", follows, remedy)
-    what = f"it was not stored since {at(since_ms)}, and what left before then is not known any more"
-    if not shed:
-        follows = "no store of it came since then; of before, nothing can be said"
-    return Explanation(Verdict.NEVER_STORED, what, follows, remedy)
+    if left_out:
+        most_first = dict(sorted(left_out.items(), key=lambda pair: -pair[1].count))
+        parts = [f"{omitted.count} {_LEFT_OUT[reason][0]}" for reason, omitted in most_first.items()]
+        last = at(max(omitted.last_ms for omitted in left_out.values()))
+        follows += f"; its engines left out themselves, the last at {last}: {'; '.join(parts)}; it may be one of these"
+        remedy = next((_LEFT_OUT[reason][1] for reason in most_first if _LEFT_OUT[reason][1]), "")
+        left_out = most_first
+    return Explanation(Verdict.NEVER_STORED, what, follows, remedy, left_out=left_out)
 
 
 def other_identity(found: Sequence[Difference], *, what: str) -> Explanation:

@@ -148,18 +148,21 @@ def place(
         return None
     taken: list[tuple[int, Run]] = []
     for database, slots in cut(fragments, len(allocators), first, part_slots_min):
-        missing = slots
-        others = sorted(range(len(allocators)), key=lambda other: -allocators[other].free)
-        for candidate in [database, *others]:
-            part = min(missing, allocators[candidate].free)
-            taken.extend((candidate, run) for run in allocators[candidate].take(part) or ())
-            missing -= part
-            if not missing:
-                break
+        missing = slots - _take(allocators, database, slots, taken)
+        if missing:
+            for other in sorted(range(len(allocators)), key=lambda one: -allocators[one].free):
+                missing -= _take(allocators, other, missing, taken)
     if len(taken) > extents_max:
         give_all(allocators, taken)
         return None
     return taken
+
+
+def _take(allocators: list[SlotAllocator], database: int, slots: int, taken: list[tuple[int, Run]]) -> int:
+    """Take up to `slots` slots of one database; how many it had."""
+    part = min(slots, allocators[database].free)
+    taken.extend((database, run) for run in allocators[database].take(part) or ())
+    return part
 
 
 def give_all(allocators: list[SlotAllocator], runs: Iterable[tuple[int, Run]]) -> None:

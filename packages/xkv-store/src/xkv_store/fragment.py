@@ -25,6 +25,7 @@ from .layout import (
     parse_slot_header,
     place_in_slot_header,
 )
+from .native import payload_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -137,44 +138,43 @@ class ObjectSlots:
         Returns the parts that are to be written. What lies behind a payload in them is zeroed: it may be another's.
         """
         views = filled(slots, self._identity.length, self._geometry, first_fragment)
-        ends = self._payload_ends(len(slots), first_fragment)
-        for view, end in zip(views, ends, strict=True):
-            if len(view) > end:
-                view[end:] = bytes(len(view) - end)
-        for view, header in zip(views, self._headers(views, ends, first_fragment), strict=True):
+        payload_bytes = self.payload_bytes(len(slots), first_fragment)
+        end = HEADER_BYTES + payload_bytes[-1]
+        if len(views[-1]) > end:
+            views[-1][end:] = bytes(len(views[-1]) - end)
+        sums = payload_checksums(views, HEADER_BYTES, payload_bytes)
+        for view, header in zip(views, self._headers(payload_bytes, sums, first_fragment), strict=True):
             view[:HEADER_BYTES] = header
         return views
 
-    def prove(self, slots: Sequence[memoryview], first_fragment: int) -> None:
+    def prove(self, slots: Sequence[memoryview], first_fragment: int, sums: Sequence[int] | None = None) -> None:
         """As `prove`. Headers are made anew and compared; where one differs, `prove` says why, or that it may.
+
+        `sums`: the payloads' checksums, where they were made as they came.
 
         Its place in the order of eviction may be another by now than when it was sealed: it is taken from the slots.
         """
         if (place := place_in_slot_header(slots[0])) != self._place:
             self._place = place
             self._made = self._make_headers()
-        ends = self._payload_ends(len(slots), first_fragment)
-        headers = self._headers(slots, ends, first_fragment)
+        payload_bytes = self.payload_bytes(len(slots), first_fragment)
+        if sums is None:
+            sums = payload_checksums(slots, HEADER_BYTES, payload_bytes)
+        headers = self._headers(payload_bytes, sums, first_fragment)
         for fragment, (slot, header) in enumerate(zip(slots, headers, strict=True), first_fragment):
             if bytes(slot[:HEADER_BYTES]) != header:
                 prove(slot, self._identity, self._geometry, fragment)
 
-    def _payload_ends(self, count: int, first_fragment: int) -> list[int]:
-        """Where the payload ends in each slot; all but an object's last are full."""
+    def payload_bytes(self, count: int, first_fragment: int) -> list[int]:
+        """Payload bytes of each of these fragments; all but an object's last are full."""
         geometry, last = self._geometry, first_fragment + count - 1
-        ends = [geometry.slot_bytes] * count
-        ends[-1] = HEADER_BYTES + geometry.payload_bytes(self._identity.length, last)
-        return ends
+        return [geometry.fragment_bytes] * (count - 1) + [geometry.payload_bytes(self._identity.length, last)]
 
-    def _headers(self, slots: Sequence[memoryview], ends: Sequence[int], first_fragment: int) -> list[bytes]:
-        """The headers that these slots' payloads must have."""
-        payloads = [slot[HEADER_BYTES:end] for slot, end in zip(slots, ends, strict=True)]
-        sums = [checksum(payload) for payload in payloads]  # nothing else: here the interpreter is taken and let go
+    def _headers(self, payload_bytes: Sequence[int], sums: Sequence[int], first_fragment: int) -> list[bytes]:
+        """The headers of slots with these payloads."""
         of = self._made.of
-        return [
-            of(fragment, len(payload), payload_checksum)
-            for fragment, (payload, payload_checksum) in enumerate(zip(payloads, sums, strict=True), first_fragment)
-        ]
+        pairs = zip(payload_bytes, sums, strict=True)
+        return [of(fragment, *pair) for fragment, pair in enumerate(pairs, first_fragment)]
 
 
 def hold(ring: npt.NDArray[np.uint8], slots: Sequence[int], key: bytes, generation: int, first_fragment: int) -> bool:

@@ -27,6 +27,7 @@ from .desk import Desk
 from .errors import UserError
 from .figures import Figures, Histogram, Times
 from .io_pool import IO_THREADS_DEFAULT, IoPool, Lane
+from .native import path_word
 from .prover import Prover
 from .sockets import Listener
 from .testing.points import reached
@@ -164,6 +165,7 @@ class Gateway:
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
             "direct": all(database["direct"] for database in card["databases"]),
+            "checksums": path_word(),
             "metrics": self._exporter.url if self._exporter is not None else None,
             **card,
         }

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .card import Card
     from .contents import HeldObject
     from .departures import Departure, Departures, Reason
+    from .left_out import LeftOut, Omission
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,16 @@ class ObjectHistory:
 class Histories:
     """Those that were asked for, in that order.
 
-    `refused`: of each of their namespaces, stores that came to nothing since the gateway's start. `left_since_ms`,
-    `refused_since_ms`: since when nothing is missing (0: since the card was made).
+    `refused`: of each of their namespaces, stores that came to nothing since the gateway's start; `left_out`: what
+    engines that have attached since then left out themselves (of a card that nobody serves nothing is known of it).
+    `left_since_ms`, `refused_since_ms`: since when nothing is missing (0: since the card was made).
     """
 
     objects: list[ObjectHistory] = field(default_factory=list)
     refused: dict[bytes, Mapping[Reason, int]] = field(default_factory=dict)
     left_since_ms: int = 0
     refused_since_ms: int = 0
+    left_out: dict[bytes, dict[LeftOut, Omission]] = field(default_factory=dict)
 
 
 def of_card(card: Card, keys: Iterable[bytes]) -> Histories:

@@ -23,7 +23,7 @@ import lmdb
 
 from .errors import LACKING, MediumError, UserError
 from .index_file import DamagedIndexError, check_whole
-from .layout import FORMAT_VERSION, BadBytesError, pack_order_key, parse_record
+from .layout import FORMAT_VERSION, BadBytesError, order_key_of
 from .private_files import check_no_link, open_private
 from .testing.points import reached
 
@@ -338,7 +338,7 @@ class Index:
             for keys, records in self.scan(SCAN_BATCH):
                 for key, record in zip(keys, records, strict=True):
                     with suppress(BadBytesError):
-                        transaction.put(_order_key(record), key, db=self._order)
+                        transaction.put(order_key_of(record), key, db=self._order)
         self.refresh()
 
     def end_cleanly(self) -> None:
@@ -380,7 +380,7 @@ class Index:
             case SetObject(key, record) | MoveObject(key, record):
                 self._forget_order(transaction, key)
                 transaction.put(key, record, db=self._objects)
-                transaction.put(_order_key(record), key, db=self._order)
+                transaction.put(order_key_of(record), key, db=self._order)
             case RemoveObject(key):
                 self._forget_order(transaction, key)
                 transaction.delete(key, db=self._objects)
@@ -393,7 +393,7 @@ class Index:
         old = transaction.get(key, db=self._objects)
         if old is not None:
             with suppress(BadBytesError):  # such a record's entry in the order leads nowhere, and is passed over
-                transaction.delete(_order_key(old), db=self._order)
+                transaction.delete(order_key_of(old), db=self._order)
 
     def _grow(self) -> bool:
         """Double the map within its bound: 16 times what the card's slots need is more than any index uses."""
@@ -476,11 +476,6 @@ class _Reading:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, lmdb.Error):
             raise _as_medium_error(error, "reading the index", self._folder) from error
-
-
-def _order_key(record: bytes) -> bytes:
-    generation, _, family, position, _ = parse_record(record)
-    return pack_order_key(family, position, generation)
 
 
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.IncompatibleError, lmdb.CursorFullError)

@@ -45,7 +45,8 @@ CONTROL_HEADER = struct.Struct("<8sHHI16sQQQQ")
 
 POSITION_MAX = (1 << 32) - 1
 FAMILY_MAX = (1 << 64) - 1
-AGAIN = 1 << 63  # in a family: the object was asked for again, and the rest says when
+AGAIN = 1 << 63  # in a family: the object was asked for again, and the rest says when…
+OFTEN = AGAIN | 1 << 62  # …and so often that it is of the third kind
 _KEY_FIELD_BYTES = 64
 
 assert SLOT_HEADER.size == _HEADER_SUMMED_BYTES
@@ -277,6 +278,14 @@ def parse_record(data: Buffer) -> Record:
         raise BadBytesError(f"a record of {len(data)} bytes with {extents} extents")
     found = tuple(map(Extent._make, EXTENT.iter_unpack(data[RECORD.size :])))
     return Record(generation, length, family, position, found)
+
+
+def order_key_of(packed: bytes) -> bytes:
+    """Where an object with this packed record stands in the order; its extents are not looked at. BadBytesError."""
+    if len(packed) < RECORD.size:
+        raise BadBytesError(f"a record of {len(packed)} bytes")
+    generation, _, family, position, _ = RECORD.unpack_from(packed)
+    return pack_order_key(family, position, generation)
 
 
 def pack_order_key(family: int, position: int, generation: int) -> bytes:

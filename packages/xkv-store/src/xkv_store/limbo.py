@@ -7,6 +7,7 @@ committed, nobody reading). Pure: the clock comes with each call. Must not know 
 from collections import deque
 from collections.abc import Container
 from dataclasses import dataclass
+from itertools import islice
 
 from .layout import Record
 
@@ -75,8 +76,9 @@ class Limbo:
             ghost = self._undated.popleft()
             ghost.expires_ns += now_ns - left_ns
             ghost.left_ns = None
-        free = [g for g in self._first(self._at_once) if g.settled and g.record.generation not in pinned]
-        for ghost in self._first(self._aging):
+        at_once = islice(self._at_once.values(), RELEASES_PER_CALL_MAX)
+        free = [ghost for ghost in at_once if ghost.settled and ghost.record.generation not in pinned]
+        for ghost in islice(self._aging.values(), RELEASES_PER_CALL_MAX):
             if ghost.expires_ns > now_ns or ghost.left_ns is not None:
                 break
             self._forget(ghost)
@@ -95,7 +97,3 @@ class Limbo:
     def _forget(self, ghost: Ghost) -> None:
         if self._readable.get(ghost.key) is ghost:
             del self._readable[ghost.key]
-
-    @staticmethod
-    def _first(ghosts: dict[int, Ghost]) -> list[Ghost]:
-        return [ghost for _, ghost in zip(range(RELEASES_PER_CALL_MAX), ghosts.values(), strict=False)]

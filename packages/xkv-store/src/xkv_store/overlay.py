@@ -72,12 +72,12 @@ class Overlay:
         """Whether nothing new should be admitted."""
         return len(self) >= CHANGES_QUEUED_MAX
 
-    def record(self, key: bytes) -> Record | None:
-        """The present record of an object. MediumError where the index cannot be read."""
+    def record(self, key: bytes, *, committed: bool = True) -> Record | None:
+        """The present record of an object, of what waits alone if it is not `committed`. MediumError: no index."""
         entry = self._entries.get(key)
         if entry is not None:
             return entry[1]
-        packed = self._index.get(key)
+        packed = self._index.get(key) if committed else None
         return _parse(packed) if packed is not None else None
 
     def chunk(self, chunk_key: bytes, objects_max: int) -> list[tuple[bytes, Record]]:

@@ -1,72 +1,88 @@
-"""When chunks were asked for, what left without being asked for again, and what that says of who should leave next.
+"""When chunks were asked for and how often, and what that says of who should leave next.
 
-Owns: the ghosts (chunks that have left, for a while), how many uses came after which age, and the weight made of both.
+Owns: the stamps in the lookup table, the kinds, how many uses came after which age, and the weights made of that.
 Pure but for its own state; the clock is the card's: the generation, which grows by one with each put. Must not know
 the index, slots or objects.
 
-Two kinds of objects: new ones, and those that were asked for again since they were first put (or were put again after
-they had left). Reuse ages of both are counted; from these the weight follows that would have given the most hits
-(`weight`: a new object's age counts so many times). With weight 1 that is LRU, which is right where the card holds what
+Three kinds of objects: new ones; those that were asked for again since they were first put (or were put again after
+they had left); and those for which that has happened often. Ages of uses are counted for each kind, and of the chunks
+that have left as well (`ghosts`); from these the weights follow that would have given the most hits: an age of an
+object is worth so much of one of a new object. With weights of 1 that is LRU, which is right where the card holds what
 comes back in time; where it does not, what is new must make way, as in 2Q (Johnson and Shasha, VLDB 1994), S3-FIFO and
 ARC. Hits as a function of age, and room as the integral of what is still waited for: Denning's working set, 1968.
 """
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from .layout import AGAIN
+from .ghosts import USES_BITS, USES_MAX, Ghosts
+from .layout import AGAIN, OFTEN
 
-STAMP_BITS = 32
-STAMP_MASK = (1 << STAMP_BITS) - 1  # of a generation: ages are modulo this
-GHOSTS_PER_SLOT = 1  # 4 bytes each. An object has several slots, and what comes back after four turns is worth knowing
-GHOSTS_MIN = 1 << 10
-WAYS = 8  # ghosts that share a bucket: the oldest of them goes. With one, chains of chunks are remembered with holes
-_PRINT_BITS, _AGE_BITS = 11, 20  # of a ghost: one in 2,048 strangers is taken for it; the age as below; its kind
-_GHOST_TURNS = 16  # ages of ghosts are counted up to so many times the card's slots
-NEVER = 0
-FAMILIES_MAX = 1_024  # whose chunks come again at about the same time
+NEW_KIND, AGAIN_KIND, OFTEN_KIND = KINDS = range(3)
+FAMILY_OF_KIND = (0, AGAIN, OFTEN)  # with when it was used, but for new ones
+KIND_OF_USES = (NEW_KIND, *[AGAIN_KIND] * (USES_MAX - 1), OFTEN_KIND)
+USES_OF_KIND = (0, 1, USES_MAX)  # at least
+
+WHEN_BITS = 32 - USES_BITS  # of a stamp; the uses are above it. A stamp of 0 is that of what was not asked for
+WHEN_MASK = (1 << WHEN_BITS) - 1  # of a generation: ages are modulo this
+SAME_USE_SHARE = 32  # of the card's objects: lookup, load and what each rank asks within so many puts are one use
+FAMILIES_MAX = 1_024  # whose chunks come at about the same time
 
 _STEPS_PER_DOUBLING = 4
 _DOUBLINGS = 40
 _BUCKETS = _STEPS_PER_DOUBLING * _DOUBLINGS
-_FADE = 0.5  # of what was counted, at each new weight
-GAIN_MIN = 1.05  # a weight that promises less than this over LRU is noise
-TURN_PUTS_MIN = 8_192  # a turn of a small card is too few requests to judge by
-# Never below 1: what was asked for again is what new objects stand behind in their prefixes, and has to outlive them.
-_WEIGHTS = 2.0 ** (np.arange(21) / 2)
-_HALVINGS = 40
+TURN_SHARE = 4  # of a turn of the card (as many puts as it holds objects) there is a new weight after each
+TURN_PUTS_MIN = 2_048  # less of a small card is too few requests to judge by
+_FADE = 0.85  # of what was counted, at each new weight: half is gone after a turn
+GAIN_MIN = 1.01  # weights that promise less than this over LRU are noise
+# Where LRU finds nearly all uses that were counted, none have been seen at the ages that weights are about. What was
+# asked for again is then given twice the age, if that costs next to nothing of what was counted.
+_LRU_FINDS = 0.9
+_LOSS_MAX = 1 / 2_000
+# Never below 1, nor below that of the kind before: what was asked for more often is what others stand behind in their
+# prefixes, and has to outlive them.
+_WEIGHTS = 2.0 ** np.arange(11)
 
-Floats = npt.NDArray[np.float64]
+Floats: TypeAlias = npt.NDArray[np.float64]
+
+
+class Weights(NamedTuple):
+    """How much older an object of a kind may be than a new one, for both to leave at the same time."""
+
+    new: float
+    again: float
+    often: float
+
+
+LRU = Weights(1.0, 1.0, 1.0)
+SLIGHT = Weights(1.0, 2.0, 2.0)
 
 
 class Stamps(Protocol):
     """The lookup table's part of it."""
 
-    def ask(self, tag: int, stamp: int) -> tuple[int, int, int] | None:
-        """Stamp a chunk; (generation, ranks, former stamp), or None where it is not held."""
+    def stamp_of(self, tag: int) -> tuple[int, int, int, int] | None:
+        """(place for `stamp`, generation, ranks, stamp) of a chunk, or None where it is not held."""
 
-    def asked(self, tag: int) -> int:
-        """The chunk's stamp; NEVER where it has none."""
+    def stamp(self, at: int, stamp: int) -> None:
+        """Stamp the chunk at that place."""
 
 
 class Recency:
-    """Of one card. `weight`: how many times a new object's age counts beside that of one that was asked for again."""
+    """Of one card; its clock is `now`."""
 
     def __init__(self, slots: int, stamps: Stamps, generation: int = 0) -> None:
         self.now = generation
-        self.weight = 1.0
+        self.weights = LRU
         self._stamps = stamps
-        self._buckets = (
-            max(GHOSTS_MIN, slots * GHOSTS_PER_SLOT) // WAYS | 1
-        )  # odd: tags that differ in any bit fall apart
-        self._ghosts = memoryview(bytearray(4 * WAYS * self._buckets)).cast("I")
-        self._unit = max(1, -(-slots * _GHOST_TURNS >> _AGE_BITS))
-        self._ages = (Ages(), Ages())
+        self._ghosts = Ghosts(slots)
+        self._ages = tuple(Ages() for _ in KINDS)
         self._adapted = generation
-        self._families: dict[int, int] = {}  # when the first of them came again
+        self._same_use = 0  # puts
+        self._families: dict[int, int] = {}  # when the first chunk of them was put
 
     def advance(self, generation: int) -> None:
         """The card's clock."""
@@ -74,23 +90,32 @@ class Recency:
 
     def touch(self, tag: int) -> None:
         """A chunk was asked for. One that is not held changes nothing."""
-        found = self._stamps.ask(tag, _stamp(self.now + 1))  # later than what was put just now
+        found = self._stamps.stamp_of(tag)
         if found is None:
             return
-        generation, ranks, stamp = found
-        age = (self.now + 1 - (stamp or generation)) & STAMP_MASK
-        self._ages[stamp != NEVER].used(age, ranks.bit_count())
-        self._ages[1].begun(ranks.bit_count())
+        at, generation, ranks, stamp = found
+        now = self.now + 1  # later than what was put just now
+        age = (now - (stamp or generation)) & WHEN_MASK
+        uses = stamp >> WHEN_BITS
+        if age > self._same_use:
+            self._ages[KIND_OF_USES[uses]].used(age, ranks.bit_count())
+            uses = min(uses + 1, USES_MAX)
+            self._ages[KIND_OF_USES[uses]].begun(ranks.bit_count())
+        if uses:
+            self._stamps.stamp(at, uses << WHEN_BITS | now & WHEN_MASK)
 
     def touch_all(self, tags: Iterable[int]) -> None:
         """These were."""
         for tag in tags:
             self.touch(tag)
 
-    def asked_at(self, tag: int) -> int:
-        """When the chunk was last asked for in this life of the card, as a generation; 0 for never."""
-        stamp = self._stamps.asked(tag)
-        return self.now + 1 - ((self.now + 1 - stamp) & STAMP_MASK) if stamp else 0
+    def asked(self, tag: int) -> tuple[int, int]:
+        """(generation at which the chunk was last asked for, uses) in this life of the card; zeros for never."""
+        found = self._stamps.stamp_of(tag)
+        if found is None or not found[3]:
+            return 0, 0
+        now = self.now + 1
+        return now - ((now - found[3]) & WHEN_MASK), found[3] >> WHEN_BITS
 
     def came(self, tag: int, family: int, generation: int) -> int:
         """An object is put, with that generation: the family it is filed under, AGAIN where its chunk left lately.
@@ -98,73 +123,63 @@ class Recency:
         All that came again of one family has one place in time, so that later chunks leave before earlier ones.
         """
         self.now = generation
-        at, place = self._place_of(tag)
-        known = place < WAYS
-        self._ages[known].begun(1)
-        if not known:
-            return min(family, AGAIN - 1)
-        ghost = self._ghosts[at + place]
-        age = (self.now // self._unit - (ghost >> 1)) % (1 << _AGE_BITS) * self._unit
-        self._ages[ghost & 1].used(age, 1)
-        since = self._families.setdefault(family, self.now)
+        since = self._families.setdefault(family, generation)
         if len(self._families) > FAMILIES_MAX:
             del self._families[next(iter(self._families))]
-        return AGAIN | since
+        ghost = self._ghosts.find(tag, generation)
+        if ghost is None:
+            self._ages[NEW_KIND].begun(1)
+            return min(family, AGAIN - 1)
+        age, uses = ghost
+        self._ages[KIND_OF_USES[uses]].used(age, 1)
+        kind = KIND_OF_USES[min(uses + 1, USES_MAX)]
+        self._ages[kind].begun(1)
+        return FAMILY_OF_KIND[kind] | since
 
     def confirmed(self, tag: int, family: int) -> None:
         """An object stands in the lookup table: one that came again says so there, too."""
-        if family >= AGAIN:
-            self._stamps.ask(tag, _stamp(family - AGAIN))
+        if family < AGAIN:
+            return
+        found = self._stamps.stamp_of(tag)
+        if found is not None and not found[3]:
+            ghost = self._ghosts.find(tag, self.now)
+            uses = max(USES_OF_KIND[kind_of(family)], min(ghost[1] + 1, USES_MAX) if ghost is not None else 0)
+            self._stamps.stamp(found[0], uses << WHEN_BITS | family & WHEN_MASK)
 
-    def left(self, tag: int, last: int, *, again: bool) -> None:
-        """A chunk leaves; `last` is when it was put, or asked for (`again`)."""
-        ghosts = self._ghosts
-        at, place = self._place_of(tag)
-        for number in range(at + min(place, WAYS - 1), at, -1):
-            ghosts[number] = ghosts[number - 1]
-        stamp = min(last, self.now) // self._unit % (1 << _AGE_BITS)
-        ghosts[at] = (self._print_of(tag) << _AGE_BITS | stamp) << 1 | again
+    def filed(self, family: int, generation: int) -> int:
+        """When an object was last used, as far as its place in the order says: a generation.
+
+        Of what is new and came with one family that is one time, if it was lately: later chunks leave before earlier
+        ones, also where those were not new.
+        """
+        if family >= AGAIN:
+            return family & ~OFTEN
+        return min(generation, self._families.get(family, generation))
+
+    def left(self, tag: int, filed: int, uses: int) -> None:
+        """A chunk leaves; `filed` is when it was last used."""
+        self._ghosts.add(tag, max(0, self.now - filed), uses, self.now)
 
     def adapt(self, objects: int) -> None:
-        """Once in a turn of the card (as many puts as it holds objects): a new weight from what was counted."""
-        if self.now - self._adapted < max(TURN_PUTS_MIN, objects):
+        """Once in a part of a turn of the card: new weights from what was counted."""
+        self._same_use = objects // SAME_USE_SHARE
+        span = self.now - self._adapted
+        if span < max(TURN_PUTS_MIN, objects // TURN_SHARE):
             return
-        span, self._adapted = self.now - self._adapted, self.now
-        new, again = (ages.curves(span) for ages in self._ages)
-        self.weight = best_weight(new, again, objects)
-
-    def _print_of(self, tag: int) -> int:
-        """What tells this chunk's ghost from others'; 0 is no ghost's."""
-        return tag // self._buckets % ((1 << _PRINT_BITS) - 1) + 1
-
-    def _place_of(self, tag: int) -> tuple[int, int]:
-        """Where its bucket begins, and the ghost's place in it; WAYS where there is none."""
-        at = tag % self._buckets * WAYS
-        print_, shift = self._print_of(tag), _AGE_BITS + 1
-        for place, ghost in enumerate(self._ghosts[at : at + WAYS]):
-            if ghost >> shift == print_:
-                return at, place
-        return at, WAYS
+        self._adapted = self.now
+        self.weights = best_weights([ages.curve(span) for ages in self._ages], objects)
 
 
-def _stamp(generation: int) -> int:
-    """Its lower half; the one before where that would say NEVER."""
-    return generation & STAMP_MASK or STAMP_MASK
+def kind_of(family: int) -> int:
+    """Of the objects that are filed under it."""
+    return NEW_KIND if family < AGAIN else AGAIN_KIND if family < OFTEN else OFTEN_KIND
 
 
-class Curve:
-    """Of objects of one kind, by the age up to which they are kept: uses that find them, and how many that keeps."""
+class Curve(NamedTuple):
+    """Of objects of one kind, by the age (EDGES) up to which they are kept: uses found, and objects that this keeps."""
 
-    def __init__(self, hits: Floats, kept: Floats) -> None:
-        self._hits, self._kept = hits, kept
-
-    def hits(self, age: Floats) -> Floats:
-        """Uses."""
-        return np.interp(age, EDGES, self._hits)
-
-    def kept(self, age: Floats) -> Floats:
-        """Objects."""
-        return np.interp(age, EDGES, self._kept)
+    hits: Floats
+    kept: Floats
 
 
 class Ages:
@@ -183,7 +198,7 @@ class Ages:
         """So many were used at that age."""
         self._uses[bucket(age)] += objects
 
-    def curves(self, span: int) -> Curve:
+    def curve(self, span: int) -> Curve:
         """From all counts of `span` more puts; then they fade."""
         self._span += span
         hits = np.concatenate(([0.0], np.cumsum(self._uses)))
@@ -203,7 +218,7 @@ def bucket(age: int) -> int:
     return min(_BUCKETS - 1, _STEPS_PER_DOUBLING * (power - 1) + (age >> power - 2) - _STEPS_PER_DOUBLING)
 
 
-def _edge(number: int) -> float:
+def lower_edge(number: int) -> float:
     """The least age of a bucket."""
     if number < _STEPS_PER_DOUBLING:
         return float(number)
@@ -211,16 +226,27 @@ def _edge(number: int) -> float:
     return float((_STEPS_PER_DOUBLING + step) << power - 1)
 
 
-EDGES: Floats = np.array([_edge(number) for number in range(_BUCKETS + 1)])
+EDGES: Floats = np.array([lower_edge(number) for number in range(_BUCKETS + 1)])
+_EDGES_WEIGHED: Floats = np.outer(_WEIGHTS, EDGES)  # the ages of one kind beside those of new objects
+_AGAIN, _OFTEN = np.triu_indices(len(_WEIGHTS))  # every pair of weights, that of the third kind not the smaller
+_LRU_PAIR = 0
+_SLIGHT_PAIR = int(np.flatnonzero((_WEIGHTS[_AGAIN] == SLIGHT.again) & (_WEIGHTS[_OFTEN] == SLIGHT.often))[0])
 
 
-def best_weight(new: Curve, again: Curve, objects: int) -> float:
-    """The weight with which `objects` objects kept would have been found most often; 1 unless it is clearly better."""
-    low, high = np.zeros(len(_WEIGHTS)), np.full(len(_WEIGHTS), EDGES[-1])
-    for _ in range(_HALVINGS):  # the age up to which new objects can be kept, for each weight
-        middle = (low + high) / 2
-        fits = new.kept(middle) + again.kept(middle * _WEIGHTS) <= objects
-        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
-    hits = new.hits(low) + again.hits(low * _WEIGHTS)
-    best = int(np.argmax(hits))
-    return float(_WEIGHTS[best]) if hits[best] >= GAIN_MIN * hits[0] else 1.0
+def best_weights(curves: list[Curve], objects: int) -> Weights:
+    """The weights with which `objects` objects kept would have been found most often; LRU's unless clearly better."""
+    new, again, often = curves
+    kept = new.kept + _weighed(again.kept)[_AGAIN] + _weighed(often.kept)[_OFTEN]
+    hits = new.hits + _weighed(again.hits)[_AGAIN] + _weighed(often.hits)[_OFTEN]
+    found = np.array([np.interp(objects, of_pair, its_hits) for of_pair, its_hits in zip(kept, hits, strict=True)])
+    best, lru = int(np.argmax(found)), found[_LRU_PAIR]
+    if found[best] >= GAIN_MIN * lru and found[best] > 0:
+        return Weights(1.0, float(_WEIGHTS[_AGAIN[best]]), float(_WEIGHTS[_OFTEN[best]]))
+    counted = sum(float(curve.hits[-1]) for curve in curves)
+    little_known = lru >= _LRU_FINDS * counted and found[_SLIGHT_PAIR] >= (1 - _LOSS_MAX) * lru
+    return SLIGHT if little_known and counted else LRU
+
+
+def _weighed(curve: Floats) -> Floats:
+    """A line for each weight: the curve at the ages that new objects' ages are worth with it."""
+    return np.interp(_EDGES_WEIGHED, EDGES, curve)

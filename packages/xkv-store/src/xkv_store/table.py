@@ -30,7 +30,7 @@ _ENTRY_WORDS = TABLE_ENTRY.size // _WORD_BYTES
 _FIRST_WORD = TABLE_ENTRIES_OFFSET // _WORD_BYTES
 _ENTRIES_WORD = 3  # words of the header that change: entries in use, highest confirmed generation
 _HIGHEST_WORD = 8
-_HALF_BITS = 32  # an entry's last word: fragments, and above them when the chunk was asked for
+_HALF_BITS = 32  # an entry's last word: fragments, and above them when, and how often, the chunk was asked for
 _HALF = (1 << _HALF_BITS) - 1
 _F_SEAL_FUTURE_WRITE = 0x0010  # Linux 5.1; not in the fcntl module of every Python that we run on
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
@@ -50,6 +50,7 @@ class TableWriter:
         self.capacity = capacity
         self._map = mmap.mmap(fd, TABLE_ENTRIES_OFFSET + capacity * TABLE_ENTRY.size)
         self._words = memoryview(self._map).cast("Q")
+        self._end = len(self._words)
 
     @classmethod
     def create(cls, capacity: int, card_uuid: bytes, boot_id: bytes) -> "TableWriter":
@@ -101,20 +102,25 @@ class TableWriter:
         at = self._find(tag)
         return (self._words[at + 1], self._words[at + 2]) if self._words[at] == tag else None
 
-    def ask(self, tag: int, stamp: int) -> tuple[int, int, int] | None:
-        """Stamp the chunk `tag` as asked for; (generation, ranks, former stamp), or None where nobody holds it."""
+    def holds(self, tag: int, rank_bit: int) -> bool:
+        """Whether this rank holds the chunk."""
+        at = self._find(tag)
+        return self._words[at] == tag and bool(self._words[at + 2] & rank_bit)
+
+    def stamp_of(self, tag: int) -> tuple[int, int, int, int] | None:
+        """(place for `stamp`, generation, ranks, stamp) of the chunk `tag`; None where nobody holds it.
+
+        The place is good until something is put or removed.
+        """
         at = self._find(tag)
         words = self._words
         if words[at] != tag:
             return None
-        last = words[at + 3]
-        words[at + 3] = last & _HALF | stamp << _HALF_BITS
-        return words[at + 1], words[at + 2], last >> _HALF_BITS
+        return at, words[at + 1], words[at + 2], words[at + 3] >> _HALF_BITS
 
-    def asked(self, tag: int) -> int:
-        """The chunk's stamp; 0 where it has none."""
-        at = self._find(tag)
-        return self._words[at + 3] >> _HALF_BITS if self._words[at] == tag else 0
+    def stamp(self, at: int, stamp: int) -> None:
+        """Stamp the entry there, with 32 bits that are the caller's to understand."""
+        self._words[at + 3] = self._words[at + 3] & _HALF | stamp << _HALF_BITS
 
     def remove_rank(self, tag: int, rank_bit: int) -> None:
         """Say that this rank no longer holds the chunk; the entry goes with its last rank."""
@@ -138,7 +144,7 @@ class TableWriter:
         assert not self.entries
         if not len(tags):
             return
-        order = np.argsort(tags)  # in any order where they are equal: rows of one tag are joined alike
+        order = _order(tags)
         ordered = tags[order]
         starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
         rows = np.zeros((len(starts), _ENTRY_WORDS), np.uint64)
@@ -167,11 +173,11 @@ class TableWriter:
 
     def _find(self, tag: int) -> int:
         """The word where the entry of `tag` is, or would go."""
-        words, end = self._words, len(self._words)
+        words = self._words
         at = _FIRST_WORD + ((tag * self.capacity) >> 64) * _ENTRY_WORDS
-        while words[at] not in {tag, 0}:
+        while (found := words[at]) != tag and found:
             at += _ENTRY_WORDS
-            if at == end:
+            if at == self._end:
                 at = _FIRST_WORD
         return at
 
@@ -282,6 +288,22 @@ def _lookup_in(words: memoryview, capacity: int) -> Callable[[int], Answer | Non
         return None
 
     return lookup
+
+
+def _order(tags: Words) -> npt.NDArray[np.uint64]:
+    """Rows by their tags, ascending; in any order where they are equal, since rows of one tag are joined alike.
+
+    Sorting numbers takes half of what sorting rows by them takes: a number is a tag's upper bits and its row. What the
+    lower bits would have put elsewhere is put right by a sort that is quick where nearly all is in its order.
+    """
+    row_bits = np.uint64(len(tags).bit_length())
+    packed = tags >> row_bits << row_bits | np.arange(len(tags), dtype=np.uint64)
+    packed.sort()
+    order: npt.NDArray[np.uint64] = packed & ((np.uint64(1) << row_bits) - np.uint64(1))
+    ordered = tags[order]
+    if (ordered[1:] < ordered[:-1]).any():
+        order = order[np.argsort(ordered, kind="stable")]
+    return order
 
 
 def _homes(tags: Words, capacity: int) -> npt.NDArray[np.int64]:

@@ -19,6 +19,7 @@ from .contents import HeldNamespace, HeldObject
 from .departures import REFUSALS, Departure
 from .errors import MediumError, PeerError, UserError
 from .history import Histories, ObjectHistory
+from .left_out import Omission
 from .wire_tools import (
     OBJECTS_EXPLAINED_MAX,
     Departed,
@@ -210,6 +211,9 @@ class Tool:
             for of in page.refused:
                 counts = (of.shed, of.over_quota, of.failed, of.invalid)
                 found.refused[of.namespace] = dict(zip(REFUSALS, counts, strict=True))
+            for left_out in page.left_out:
+                reasons = found.left_out.setdefault(left_out.namespace, {})
+                reasons[left_out.reason] = Omission(left_out.count, left_out.last_ms)
             found.left_since_ms, found.refused_since_ms = page.left_since_ms, page.refused_since_ms
         return found
 

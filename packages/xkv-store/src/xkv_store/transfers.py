@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
@@ -23,6 +22,7 @@ from .leases import Part
 from .put_jobs import PutJobs
 from .reads import Landing, Reads, Waiting
 from .session_actions import GetTask, LeaseTask, PutTask
+from .sparse_log import SparseLog
 from .testing.points import reached
 from .wire import LeasedObject, LoadedObject, LoadStatus, StoredObject, StoreStatus
 
@@ -40,7 +40,6 @@ log = logging.getLogger(__name__)
 Task = PutTask | GetTask | LeaseTask
 
 BEGUN_PER_ROUND_MAX: Final = 16  # then the loop listens and answers: a millisecond or so
-LOG_INTERVAL_S: Final = 10.0  # one line about failing I/O in so long; the counters tell how often
 
 _REFUSED: Final = {
     PutRefusal.HELD: StoreStatus.HELD,
@@ -135,7 +134,7 @@ class Transfers:
         self._intake: FairQueue[_Asked] = FairQueue()
         self._queued: Counter[tuple[Party, int]] = Counter()  # what of a get or lease is still in it
         self._cancelled: set[tuple[Party, int]] = set()  # of those
-        self._logged_at_s = -LOG_INTERVAL_S
+        self._sparse_log = SparseLog(log)
         self.counters: Counter[str] = Counter()
 
     @property
@@ -400,12 +399,12 @@ class Transfers:
             return LoadStatus.CANCELLED
         if isinstance(error, CorruptObject):
             self._card.drop(plan.key, plan.generation, "corrupt")
-            self._log_error("corrupt object", error)
+            self._sparse_log.warning("corrupt object: %s", error)
             self._damaged(plan, str(error))
             return LoadStatus.CORRUPT
         if isinstance(error, SpoiltSlots):
             self.counters["spoilt_slots"] += 1
-            self._log_error("a load failed", error)
+            self._sparse_log.warning("a load failed: %s", error)
             return LoadStatus.FAILED
         medium_error = self._as_medium_error(error)
         if medium_error is not None and medium_error.errno == errno.EIO:
@@ -461,7 +460,7 @@ class Transfers:
     def _as_medium_error(self, error: Exception | None) -> MediumError | None:
         if error is None or isinstance(error, MediumError):
             if error is not None:
-                self._log_error("the medium failed", error)
+                self._sparse_log.warning("the medium failed: %s", error)
             return error
         if isinstance(error, WithdrawnError):
             return MediumError(errno.ECANCELED, "withdrawn before it began")
@@ -470,12 +469,6 @@ class Transfers:
         log.error("an error of ours while moving an object", exc_info=error)
         self.counters["errors_of_ours"] += 1
         return MediumError(0, f"{type(error).__name__}: {error}")
-
-    def _log_error(self, what: str, error: Exception) -> None:
-        now_s = time.monotonic()
-        if now_s - self._logged_at_s >= LOG_INTERVAL_S:
-            self._logged_at_s = now_s
-            log.warning("%s: %s (further ones are only counted for %.0f s)", what, error, LOG_INTERVAL_S)
 
     def _count_get(self, status: LoadStatus, plan: GetPlan, slots: Sequence[int]) -> None:
         self._count("get", status)

@@ -12,6 +12,7 @@ from typing import Annotated, Final
 import msgspec
 
 from .departures import TOLD_MAX, Reason
+from .left_out import LeftOut  # noqa: TC001  msgspec reads this at run time
 from .wire_types import U32, U64, Key, KeyPart, Message, Namespace, Part
 
 OBJECTS_LISTED_MAX: Final = 256
@@ -153,8 +154,17 @@ class RefusedStores(Part, frozen=True):
     invalid: U64
 
 
+class LeftOutStores(Part, frozen=True):
+    """What engines of a namespace left out themselves, for one reason, since they started; the last (about) then."""
+
+    namespace: Namespace
+    reason: LeftOut
+    count: U64
+    last_ms: U64
+
+
 class Explained(Message, frozen=True):
-    """By key, in the order of the question; the refused stores of the keys' namespaces.
+    """By key, in the order of the question; the refused stores of the keys' namespaces, and what engines left out.
 
     `left_since_ms`, `refused_since_ms`: the records miss nothing since then (0: since the card was made).
     `reason`: as above.
@@ -166,3 +176,4 @@ class Explained(Message, frozen=True):
     left_since_ms: U64
     refused_since_ms: U64
     reason: str
+    left_out: tuple[LeftOutStores, ...] = ()

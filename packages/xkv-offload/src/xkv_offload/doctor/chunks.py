@@ -148,7 +148,7 @@ def examine_break_even(shape: ModelShape, rates: Rates, *, chunk_tokens: int) ->
                 f"restoring never beats computing: {pace}",
                 "every hit makes its request slower, though it spares the GPU the work",
                 f"a medium that reads more than {needed}/s (several devices: --database, once for each), a smaller "
-                "--dtype (fp8), or no card",
+                '--dtype (fp8), or "xkv.restore_policy": "when_faster"',
             ),
             None,
         )

@@ -20,6 +20,7 @@ from xkv_store.doctor.findings import Finding, as_text, as_value, exit_code, not
 from xkv_store.errors import UserError
 from xkv_store.geometry import Geometry
 from xkv_store.progress import Progress, progress
+from xkv_store.unused_options import refuse_unused
 
 from .. import config as keys  # noqa: TID252  the package may have another name
 from .. import failures  # noqa: TID252
@@ -101,9 +102,18 @@ def register(app: typer.Typer) -> None:
 def doctor_command(  # noqa: PLR0917  each parameter is an option, and typer passes them by name
     config: ConfigText = None,
     model: Model = None,
-    tp: Annotated[int, typer.Option(min=1, max=RANKS_MAX, help="The engine's tensor parallel size.")] = 1,
-    dtype: Annotated[str, typer.Option(help="vLLM's --kv-cache-dtype.")] = AUTO,
-    block_size: Annotated[int, typer.Option(min=1, max=65_536, help="vLLM's --block-size.")] = BLOCK_TOKENS,
+    tp: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=RANKS_MAX, help="The engine's tensor parallel size [default: 1]."),
+    ] = None,
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help=f"vLLM's --kv-cache-dtype [default: {AUTO}]."),
+    ] = None,
+    block_size: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=65_536, help=f"vLLM's --block-size [default: {BLOCK_TOKENS}]."),
+    ] = None,
     blocks_per_chunk: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, max=65_536, help="The chunk, where no --config says it."),
@@ -128,7 +138,16 @@ def doctor_command(  # noqa: PLR0917  each parameter is an option, and typer pas
     Ends with 1 where something is, and says of each finding what follows and what to type.
     """
     output = Output(json=as_json)
-    launch = launch_of(config, model, tp=tp, dtype=dtype, block_tokens=block_size, blocks=blocks_per_chunk)
+    of_model = {"--dtype": dtype, "--prefill-tokens-per-s": prefill_tokens_per_s}
+    if config is not None:
+        refuse_unused({"--blocks-per-chunk": blocks_per_chunk}, "--config says the chunk")
+    if model is None:
+        refuse_unused({**of_model, "--blocks-per-chunk": blocks_per_chunk}, "without --model no chunk is looked at")
+    if model is None and config is None:
+        refuse_unused({"--tp": tp, "--block-size": block_size}, "neither --model nor --config says of which engine")
+    launch = launch_of(
+        config, model, tp=tp or 1, dtype=dtype or AUTO, block_tokens=block_size or BLOCK_TOKENS, blocks=blocks_per_chunk
+    )
     launch = replace(launch, hash_algorithm=hash_algorithm, prefill_tokens_per_s=prefill_tokens_per_s)
     named = any(value is not None for value in (port, socket_dir, card, socket))
     if launch.transfer is not None and (named or ring is not None):

@@ -26,6 +26,7 @@ from xkv_store.errors import UserError
 from xkv_store.explanation import Explanation, Verdict, other_identity
 from xkv_store.inquiry import Inquiry
 from xkv_store.sockets import default_socket_dir, socket_for_port
+from xkv_store.unused_options import refuse_unused
 
 from .. import config as keys  # noqa: TID252  the package may have another name
 from ..doctor.command import RANKS_MAX, ConfigText  # noqa: TID252
@@ -38,6 +39,7 @@ SEEDS_TRIED = ("0", "1", "42", "random")
 """Of PYTHONHASHSEED, beside none at all: what pages and people write. Another one is named by --hash-seed."""
 OTHERS_HASHED_MAX = 64  # other namespaces whose cut of the prompt is tried
 UNSET = "unset"
+OTHER_QUESTIONS = "--tokens, or what is known of the engine (--config, --model), or "
 
 Tokens = Annotated[
     Optional[Path],  # noqa: UP045  typer reads this at run time, also on Python 3.10
@@ -66,7 +68,7 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
     namespace: WhyNamespace = None,
     other: Other = None,
     block_hash: WhyHash = None,
-    group: Group = 0,
+    group: Group = None,
     ranks: Ranks = None,
     config: ConfigText = None,
     model: Model = None,
@@ -108,10 +110,21 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
     output = Output(json=as_json)
     launch = _launch(config, model=model, tp=tp, dtype=dtype, block_size=block_size, hash_algorithm=hash_algorithm)
     is_launch = launch != Launch()
+    of_object = {"generation": generation, "group": group, "ranks": ranks}
     if tokens is None and not is_launch:
-        commands_why.check_question(key=key, block_hash=block_hash, namespace=namespace, other=other)
+        commands_why.check_question(
+            key=key, block_hash=block_hash, namespace=namespace, other=other, others=OTHER_QUESTIONS, **of_object
+        )
     elif key is not None or block_hash is not None or other is not None:
         raise UserError("--key, --block-hash and --other need neither tokens nor a configuration: leave these out")
+    else:
+        unused = {f"--{name}": value for name, value in of_object.items()}
+        refuse_unused(unused, "an object or a chunk is not what is asked about")
+    of_prompt = {"--hash-seed": hash_seed, "--pid": pid, "--salt": salt}
+    if tokens is None:
+        refuse_unused(of_prompt, "without --tokens no hash is made")
+    if hash_seed is not None:
+        refuse_unused({"--pid": pid}, "--hash-seed says what would be taken from it")
     ids = None if tokens is None else read_tokens(tokens)
     seed = gather_environment(pid).seed if hash_seed is None else (None if hash_seed == UNSET else hash_seed)
     gateways = _gateways(launch, card, port, socket_dir, socket)
@@ -121,7 +134,7 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
             if ids is None and not is_launch:
                 found, about = commands_why.ask(
                     inquiry, key=key, generation=generation, namespace=namespace, other=other, block_hash=block_hash,
-                    group=group, ranks=ranks or 1,
+                    group=group or 0, ranks=ranks or 1,
                 )  # fmt: skip
                 break
             if own is None:
@@ -145,6 +158,8 @@ def _gateways(
     config = launch.config
     if config is None or any(one is not None for one in (card, port, socket)):
         return [(card, port, socket_dir, socket)]
+    if config.socket_dir is not None:
+        refuse_unused({"--socket-dir": socket_dir}, "--config has xkv.socket_dir")
     folder = config.socket_dir or socket_dir or default_socket_dir()
     if config.path is not None:
         return [(config.path, None, folder, None)]

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ..errors import MediumError, UserError  # noqa: TID252  the package may have another name
 from ..geometry import HEADER_BYTES, SLOT_BYTES  # noqa: TID252
 from ..io_pool import IO_THREADS_DEFAULT  # noqa: TID252
+from ..native import ENVIRONMENT_NAME, path_word  # noqa: TID252
 from ..progress import QUIET, Progress  # noqa: TID252
-from .findings import note, of_error
+from .findings import note, of_error, ok
 from .folder import examine_databases, examine_direct, examine_owner, examine_room, gather_folder, nearest
 from .limits import examine_memlock, examine_memory, gather_limits
 from .medium import Bandwidth, Effort, examine_bandwidth, measure
@@ -95,6 +96,7 @@ def examine_service(subject: Subject, bar: Progress = QUIET) -> Examined:
         trusted_uids=subject.trusted_uids,
     )
     folder = _examine_card(subject, gateway, found)
+    found.append(_examine_checksums(gateway))
     if gateway.state is State.ANSWERS:
         trip = _trip(subject, gateway)
         found += examine_trip(trip)
@@ -129,6 +131,15 @@ def _examine_card(subject: Subject, gateway: GatewayFacts, found: list[Finding])
     found.append(examine_room(facts, capacity_bytes=subject.capacity_bytes))
     found.append(examine_direct(facts, bool(served["direct"]) if served else None))
     return facts
+
+
+def _examine_checksums(gateway: GatewayFacts) -> Finding:
+    """The gateway's way; where none answers, the one that this Python would go."""
+    way = gateway.status.get("checksums") if gateway.status else path_word()
+    if way == "native":
+        return ok("checksums", "made by the native library, and reads with them")
+    what = f"made by Python: the native library is not installed there, or {ENVIRONMENT_NAME}=0"
+    return note("checksums", what, "with many I/O threads on many cores, a medium in memory is served more slowly")
 
 
 def _trip(subject: Subject, gateway: GatewayFacts) -> TripFacts:

@@ -11,7 +11,7 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
-from .. import connections, control, desk, transfers  # noqa: TID252  the package may have another name
+from .. import connections, control, desk, sparse_log  # noqa: TID252  the package may have another name
 from ..card import Card, CardOptions, CommitBatch  # noqa: TID252
 from ..desk import Desk  # noqa: TID252
 from ..io_pool import IoPool, Job, Lane, WithdrawnError  # noqa: TID252
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PACKETS_MAX: Final = 16
 ROUNDS_MAX: Final = 64  # until everything that was sent has been taken in
-CLOCKED: Final = (connections, control, desk, transfers)
+CLOCKED: Final = (connections, control, desk, sparse_log)
 
 
 class Clock:

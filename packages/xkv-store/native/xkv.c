@@ -1,0 +1,266 @@
+/* Checksums of many payloads in one call, and reads whose payloads are summed while they are in the core's cache.
+ *
+ * Owns: XXH3-64 (seed 0, default secret) of inputs of more than 240 bytes, and preadv with it. Must not know: what a
+ * slot says, Python, or what an error is good for. It allocates nothing, keeps nothing, and any thread may call it.
+ *
+ * Written from the specification of the algorithm, "xxHash fast digest algorithm", version 0.2.0 (XXH3,
+ * doc/xxhash_spec.md of the project xxHash); numbers and steps have its names. `xkv_store.native` proves it against
+ * python-xxhash whenever it loads it.
+ */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#include <sys/uio.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "written for little-endian machines; without this library Python does the same"
+#endif
+
+#define STRIPE_BYTES 64
+#define STRIPES_PER_BLOCK 16
+#define BLOCK_BYTES (STRIPE_BYTES * STRIPES_PER_BLOCK)
+#define LANES 8
+#define SECRET_BYTES 192
+#define SECRET_STEP 8            /* from one stripe of a block to the next */
+#define SECRET_OF_SCRAMBLE (SECRET_BYTES - STRIPE_BYTES)
+#define SECRET_OF_LAST_STRIPE (SECRET_OF_SCRAMBLE - 7)
+#define SECRET_OF_MERGE 11
+#define INPUT_BYTES_MIN 241      /* shorter inputs have other ways, which are Python's to go */
+
+#define PRIME32_1 0x9E3779B1u
+#define PRIME32_2 0x85EBCA77u
+#define PRIME32_3 0xC2B2AE3Du
+#define PRIME64_1 0x9E3779B185EBCA87u
+#define PRIME64_2 0xC2B2AE3D27D4EB4Fu
+#define PRIME64_3 0x165667B19E3779F9u
+#define PRIME64_4 0x85EBCA77C2B2AE63u
+#define PRIME64_5 0x27D4EB2F165667C5u
+#define PRIME_MX1 0x165667919E3779F9u
+
+#define EXPORTED __attribute__((visibility("default")))
+
+#ifndef XKV_SOURCE
+#define XKV_SOURCE "unknown"
+#endif
+EXPORTED const char xkv_source[] = "xkv source " XKV_SOURCE; /* by which native/build.py knows what it was made from */
+
+static const uint8_t secret[SECRET_BYTES] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+static const uint64_t first_lanes[LANES] = {
+    PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1,
+};
+
+static inline uint64_t read64(const void *from) {
+    uint64_t value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+/* --- one stripe, one block: as the specification writes them, and for wider registers ----------------------------- */
+
+static inline void accumulate(uint64_t *lanes, const uint8_t *stripe, const uint8_t *key) {
+    for (int lane = 0; lane < LANES; lane++) {
+        uint64_t input = read64(stripe + 8 * lane), keyed = input ^ read64(key + 8 * lane);
+        lanes[lane ^ 1] += input;
+        lanes[lane] += (keyed & 0xFFFFFFFFu) * (keyed >> 32);
+    }
+}
+
+#if !defined(__x86_64__)
+
+static void blocks_plain(uint64_t *lanes, const uint8_t *input, size_t blocks) {
+    for (; blocks; blocks--, input += BLOCK_BYTES) {
+        for (int stripe = 0; stripe < STRIPES_PER_BLOCK; stripe++)
+            accumulate(lanes, input + STRIPE_BYTES * stripe, secret + SECRET_STEP * stripe);
+        for (int lane = 0; lane < LANES; lane++) {
+            uint64_t value = lanes[lane];
+            lanes[lane] = (value ^ value >> 47 ^ read64(secret + SECRET_OF_SCRAMBLE + 8 * lane)) * PRIME32_1;
+        }
+    }
+}
+
+#define add_blocks blocks_plain
+
+#else
+
+/* The same for registers of 16, 32 and 64 bytes. A product of two low halves is one instruction; the scramble's, of 64
+ * bits by 32, is two of them. Unrolled, or with prefetches, it was slower. */
+#define BLOCKS(NAME, TARGET, REGISTER, LOAD, STORE, XOR, MUL, ADD, SHIFT_RIGHT, SHIFT_LEFT, SWAP, SET)                 \
+    __attribute__((target(TARGET))) static void NAME(uint64_t *lanes, const uint8_t *input, size_t blocks) {           \
+        enum { REGISTERS = STRIPE_BYTES / sizeof(REGISTER) };                                                          \
+        const REGISTER prime = SET((int)PRIME32_1);                                                                    \
+        REGISTER sums[REGISTERS];                                                                                      \
+        for (int part = 0; part < REGISTERS; part++)                                                                   \
+            sums[part] = LOAD((const void *)((const REGISTER *)lanes + part));                                         \
+        for (; blocks; blocks--, input += BLOCK_BYTES) {                                                               \
+            for (int stripe = 0; stripe < STRIPES_PER_BLOCK; stripe++) {                                               \
+                const uint8_t *at = input + STRIPE_BYTES * stripe, *key = secret + SECRET_STEP * stripe;               \
+                for (int part = 0; part < REGISTERS; part++) {                                                         \
+                    REGISTER data = LOAD((const void *)(at + sizeof(REGISTER) * part));                                \
+                    REGISTER keyed = XOR(data, LOAD((const void *)(key + sizeof(REGISTER) * part)));                   \
+                    REGISTER product = MUL(keyed, SHIFT_RIGHT(keyed, 32));                                             \
+                    sums[part] = ADD(sums[part], ADD(SWAP(data, 0x4E), product));                                      \
+                }                                                                                                      \
+            }                                                                                                          \
+            for (int part = 0; part < REGISTERS; part++) {                                                             \
+                const uint8_t *key = secret + SECRET_OF_SCRAMBLE + sizeof(REGISTER) * part;                            \
+                REGISTER value = XOR(sums[part], SHIFT_RIGHT(sums[part], 47));                                         \
+                value = XOR(value, LOAD((const void *)key));                                                           \
+                REGISTER high = SHIFT_LEFT(MUL(SHIFT_RIGHT(value, 32), prime), 32);                                    \
+                sums[part] = ADD(MUL(value, prime), high);                                                             \
+            }                                                                                                          \
+        }                                                                                                              \
+        for (int part = 0; part < REGISTERS; part++)                                                                   \
+            STORE((void *)((REGISTER *)lanes + part), sums[part]);                                                     \
+    }
+
+BLOCKS(blocks_sse2, "sse2", __m128i, _mm_loadu_si128, _mm_storeu_si128, _mm_xor_si128, _mm_mul_epu32, _mm_add_epi64,
+       _mm_srli_epi64, _mm_slli_epi64, _mm_shuffle_epi32, _mm_set1_epi32)
+BLOCKS(blocks_avx2, "avx2", __m256i, _mm256_loadu_si256, _mm256_storeu_si256, _mm256_xor_si256, _mm256_mul_epu32,
+       _mm256_add_epi64, _mm256_srli_epi64, _mm256_slli_epi64, _mm256_shuffle_epi32, _mm256_set1_epi32)
+BLOCKS(blocks_avx512, "avx512f", __m512i, _mm512_loadu_si512, _mm512_storeu_si512, _mm512_xor_si512, _mm512_mul_epu32,
+       _mm512_add_epi64, _mm512_srli_epi64, _mm512_slli_epi64, _mm512_shuffle_epi32, _mm512_set1_epi32)
+
+static void add_blocks(uint64_t *lanes, const uint8_t *input, size_t blocks) {
+    if (__builtin_cpu_supports("avx512f"))
+        blocks_avx512(lanes, input, blocks);
+    else if (__builtin_cpu_supports("avx2"))
+        blocks_avx2(lanes, input, blocks);
+    else
+        blocks_sse2(lanes, input, blocks);
+}
+
+#endif
+
+/* --- a whole input, in as many parts as it comes ------------------------------------------------------------------ */
+
+static inline uint64_t folded(uint64_t one, uint64_t other) {
+    unsigned __int128 product = (unsigned __int128)one * other;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* How many whole blocks are summed before the end: the last 1 to 1,024 bytes are the end's. */
+static inline size_t whole_blocks(size_t bytes) { return (bytes - 1) / BLOCK_BYTES; }
+
+/* What is left after the whole blocks, and the sum. */
+static uint64_t ended(uint64_t *lanes, const uint8_t *input, size_t bytes) {
+    size_t done = whole_blocks(bytes) * BLOCK_BYTES, stripes = (bytes - 1 - done) / STRIPE_BYTES;
+    for (size_t stripe = 0; stripe < stripes; stripe++)
+        accumulate(lanes, input + done + STRIPE_BYTES * stripe, secret + SECRET_STEP * stripe);
+    accumulate(lanes, input + bytes - STRIPE_BYTES, secret + SECRET_OF_LAST_STRIPE);
+    uint64_t sum = bytes * PRIME64_1;
+    for (int pair = 0; pair < LANES; pair += 2) {
+        const uint8_t *key = secret + SECRET_OF_MERGE + 8 * pair;
+        sum += folded(lanes[pair] ^ read64(key), lanes[pair + 1] ^ read64(key + 8));
+    }
+    sum = (sum ^ sum >> 37) * PRIME_MX1;
+    return sum ^ sum >> 32;
+}
+
+/* The checksums of `count` inputs; 0 for one of less than 241 bytes. */
+EXPORTED void xkv_checksums(size_t count, const uint64_t *addresses, const uint64_t *bytes, uint64_t *sums) {
+    for (size_t number = 0; number < count; number++) {
+        const uint8_t *input = (const uint8_t *)(uintptr_t)addresses[number];
+        uint64_t lanes[LANES];
+        sums[number] = 0;
+        if (bytes[number] < INPUT_BYTES_MIN)
+            continue;
+        memcpy(lanes, first_lanes, sizeof lanes);
+        add_blocks(lanes, input, whole_blocks(bytes[number]));
+        sums[number] = ended(lanes, input, bytes[number]);
+    }
+}
+
+/* --- reading ------------------------------------------------------------------------------------------------------ */
+
+#define TMPFS_TYPE 0x01021994    /* linux/magic.h */
+
+/* Whether the file lies in memory: reading it is a copy by this core, also where it was opened for O_DIRECT. */
+EXPORTED int xkv_in_memory(int fd) {
+    struct statfs found;
+    return fstatfs(fd, &found) == 0 && found.f_type == TMPFS_TYPE;
+}
+
+#define PARTS_MAX 1024           /* buffers that the kernel takes in one call (UIO_MAXIOV) */
+#define CUT_SHORT 1
+
+/* Read `count` buffers that lie one behind the other at `offset` of a file, at most `step_bytes` in a call, and sum
+ * each one's payload (`payload_bytes` of it, behind the first `skip`) as soon as it has come; a payload of less than
+ * 241 bytes gets 0.
+ *
+ * 0; or -errno of the call that failed; or CUT_SHORT where a call moved less than it was asked for: no sums then.
+ */
+EXPORTED int xkv_read(int fd, uint64_t offset, uint64_t step_bytes, uint64_t skip, size_t count,
+                      const uint64_t *addresses, const uint64_t *bytes, const uint64_t *payload_bytes, uint64_t *sums) {
+    struct iovec parts[PARTS_MAX];
+    uint64_t lanes[LANES];
+    size_t blocks_done = 0;
+    size_t first = 0, first_done = 0; /* the buffer that is being read, and how much of it has come */
+    while (first < count) {
+        size_t next = first, next_done = first_done, wanted = 0;
+        int used = 0;
+        while (next < count && used < PARTS_MAX && wanted < step_bytes) {
+            size_t take = bytes[next] - next_done;
+            if (take > step_bytes - wanted)
+                take = step_bytes - wanted;
+            parts[used++] = (struct iovec){(void *)(uintptr_t)(addresses[next] + next_done), take};
+            wanted += take;
+            next_done += take;
+            if (next_done == bytes[next]) {
+                next++;
+                next_done = 0;
+            }
+        }
+        ssize_t moved = preadv(fd, parts, used, (off_t)offset);
+        if (moved < 0)
+            return -errno;
+        if ((size_t)moved != wanted)
+            return CUT_SHORT;
+        offset += wanted;
+        for (; first < next || (first == next && first_done < next_done); first++, first_done = 0) {
+            const uint8_t *payload = (const uint8_t *)(uintptr_t)(addresses[first] + skip);
+            size_t length = payload_bytes[first], come = first < next ? bytes[first] : next_done;
+            if (first_done == 0) {
+                memcpy(lanes, first_lanes, sizeof lanes);
+                blocks_done = 0;
+                sums[first] = 0;
+            }
+            if (length >= INPUT_BYTES_MIN && come > skip) {
+                size_t blocks = (come - skip) / BLOCK_BYTES;
+                if (blocks > whole_blocks(length))
+                    blocks = whole_blocks(length);
+                add_blocks(lanes, payload + blocks_done * BLOCK_BYTES, blocks - blocks_done);
+                blocks_done = blocks;
+                if (first < next)
+                    sums[first] = ended(lanes, payload, length);
+            }
+            if (first == next) {
+                first_done = next_done;
+                break;
+            }
+        }
+    }
+    return 0;
+}

@@ -1,0 +1,359 @@
+"""The optional library: it gives what Python gives, bit for bit, and without it nothing is missing.
+
+Where there is no C compiler, the tests of the library itself are of a build that says so.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from xkv_store import database, native
+from xkv_store.database import Database, aligned, aligned_slots, new_superblock
+from xkv_store.errors import CorruptObject, MediumError
+from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, Geometry
+from xkv_store.key import ObjectKey
+from xkv_store.layout import Extent
+from xkv_store.medium import Medium
+from xkv_store.plans import GetPlan, PutPlan
+from xkv_store.testing.faults import Fault, FaultPlan, Injector, Kind, Operation, faulty_database
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+BUILD: Final = Path(__file__).resolve().parents[1] / "native" / "build.py"
+EXIT_NONE: Final = 3
+GEOMETRY: Final = Geometry(8_192)
+CARD: Final = b"card-uuid-16byte"
+SAMPLE: Final = bytearray(random.Random(1).randbytes((2 << 20) + 64))
+NEAR: Final = (0, 16, 128, 240, 1_024, 2_048, 261_120, 2 << 20)
+EDGES: Final = sorted({max(0, at + n) for at in NEAR for n in range(-2, 3)})
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
+    """The library, compiled now; None where this machine has no compiler."""
+    into = tmp_path_factory.mktemp("native") / native.LIBRARY.name
+    done = subprocess.run([sys.executable, str(BUILD), str(into)], capture_output=True, text=True, check=False)
+    assert (done.returncode, into.is_file()) in ((0, True), (EXIT_NONE, False)), done.stderr
+    return into if into.is_file() else None
+
+
+@pytest.fixture(params=["native", "python"])
+def way(request: pytest.FixtureRequest, built: Path | None, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each way; `native` is Python's, too, where there is no compiler."""
+    found = native.Native(built) if built is not None and request.param == "native" else None
+    monkeypatch.setattr(native, "library", lambda: found)
+    return str(request.param)
+
+
+def both(buffers: list[memoryview], skip: int, payload_bytes: list[int]) -> list[int]:
+    return [xxh3_64_intdigest(view[skip : skip + n]) for view, n in zip(buffers, payload_bytes, strict=True)]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("offset", [0, 1, 7, 63])
+def test_checksums_are_those_of_python_at_every_edge(offset: int) -> None:
+    view = memoryview(SAMPLE)[offset:]
+    lengths = [length for length in EDGES if length <= 2 << 20]
+    views = [view[: length + 3] for length in lengths]
+    assert native.payload_checksums(views, 3, lengths) == both(views, 3, lengths)
+
+
+@pytest.mark.usefixtures("way")
+def test_checksums_of_every_length_to_three_blocks_are_those_of_python() -> None:
+    lengths = list(range(3_100))
+    views = [memoryview(SAMPLE)] * len(lengths)
+    assert native.payload_checksums(views, 5, lengths) == both(views, 5, lengths)
+
+
+@given(st.data())
+def test_checksums_of_any_payloads_are_those_of_python(built: Path | None, data: st.DataObject) -> None:
+    found = native.Native(built) if built is not None else None
+    lengths = data.draw(st.lists(st.integers(0, 2 << 20) | st.integers(0, 5_000), max_size=5))
+    skip = data.draw(st.integers(0, 20))
+    views = []
+    for length in lengths:
+        at = data.draw(st.integers(0, len(SAMPLE) - length - skip))
+        views.append(memoryview(SAMPLE)[at : at + length + skip])
+    wanted = both(views, skip, lengths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "library", lambda: found)
+        assert native.payload_checksums(views, skip, lengths) == wanted
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("buffer", [memoryview(bytes(5_000)), memoryview(bytearray(3_000))], ids=["read only", "short"])
+def test_memory_that_may_not_be_reached_by_its_address_is_not(buffer: memoryview) -> None:
+    """A buffer that is shorter than what is asked for is summed as far as it goes: nothing behind it is read."""
+    assert native.payload_checksums([buffer], 1_000, [4_000]) == [xxh3_64_intdigest(buffer[1_000:])]
+
+
+def test_each_kind_of_registers_gives_the_same(tmp_path: Path, built: Path | None) -> None:
+    """A processor takes the widest registers that it has: the others are tried by taking the wider ones away."""
+    if built is None:
+        return
+    text = BUILD.with_name("xkv.c").read_text()
+    for gone in (["avx512f"], ["avx512f", "avx2"]):
+        source, library = tmp_path / "-".join(["xkv", *gone, ".c"]), tmp_path / ("-".join(gone) + ".so")
+        changed = text
+        for kind in gone:
+            assert f'__builtin_cpu_supports("{kind}")' in changed
+            changed = changed.replace(f'__builtin_cpu_supports("{kind}")', "0")
+        source.write_text(changed)
+        subprocess.run(["cc", "-std=gnu11", "-O2", "-fPIC", "-shared", str(source), "-o", str(library)], check=True)
+        lengths = [*range(241, 3_000, 7), 261_120]
+        views = [memoryview(SAMPLE)] * len(lengths)
+        assert native.Native(library).checksums(views, 1, lengths) == both(views, 1, lengths)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def opened(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+    """A database of 12 slots of 8 KiB, read by each way in small parts."""
+    monkeypatch.setattr(database, "library", native.library)
+    monkeypatch.setattr(database, "SUMMED_BYTES", 5 * 4_096)
+    path = tmp_path / "db-0.xkv"
+    numbers = {"number": 0, "databases": 1, "slot_bytes": GEOMETRY.slot_bytes, "slots": 12}
+    Database.make(path, new_superblock(**numbers, card_uuid=CARD, database_uuid=b"d" * 16))
+    found = Database.open(path)
+    yield found
+    found.close()
+
+
+@pytest.fixture(params=[1, 240, 8_000, 7 * GEOMETRY.fragment_bytes, 7 * GEOMETRY.fragment_bytes + 1])
+def plan(request: pytest.FixtureRequest, opened: Database) -> GetPlan:
+    """An object of so many bytes, in two extents of that database where it has two fragments."""
+    length: int = request.param
+    fragments = GEOMETRY.fragments(length)
+    half = fragments // 2
+    extents = tuple(one for one in (Extent(0, 9 - half, half), Extent(0, 0, fragments - half)) if one.slots)
+    whole = (ObjectKey(CARD, 0, b"h" * 32, 0), b"k" * 40, 7, length, 3, 4, fragments, extents)
+    slots = [bytearray_slot(number) for number in range(fragments)]
+    Medium([opened], GEOMETRY, CARD).write(PutPlan(*whole), slots)
+    return GetPlan(*whole)
+
+
+def bytearray_slot(number: int) -> memoryview:
+    slot = aligned(GEOMETRY.slot_bytes)
+    slot[:] = SAMPLE[number * 999 :][: len(slot)]
+    return slot
+
+
+def read(opened: Database, plan: GetPlan) -> bytes:
+    """The object's bytes, read from its second fragment on where it has one, as a resumed load does."""
+    medium = Medium([opened], GEOMETRY, CARD)
+    first = min(1, plan.fragments - 1)
+    slots = aligned_slots(plan.fragments - first, GEOMETRY.slot_bytes)
+    medium.read(plan, slots, first)
+    return b"".join(
+        bytes(slot[HEADER_BYTES:][: GEOMETRY.payload_bytes(plan.length, fragment)])
+        for fragment, slot in enumerate(slots, first)
+    )
+
+
+def content(plan: GetPlan) -> bytes:
+    first = min(1, plan.fragments - 1)
+    return b"".join(
+        bytes(bytearray_slot(fragment)[HEADER_BYTES:][: GEOMETRY.payload_bytes(plan.length, fragment)])
+        for fragment in range(first, plan.fragments)
+    )
+
+
+def spoil(opened: Database, plan: GetPlan, change: Callable[[bytearray], None]) -> None:
+    """Change the slot of the object's last fragment on the medium."""
+    extent = plan.extents[-1]
+    with opened.path.open("r+b") as file:
+        file.seek(DATA_OFFSET + (extent.first + extent.slots - 1) * GEOMETRY.slot_bytes)
+        slot = bytearray(file.read(GEOMETRY.slot_bytes))
+        change(slot)
+        file.seek(-len(slot), os.SEEK_CUR)
+        file.write(slot)
+
+
+def test_a_file_in_memory_is_known(built: Path | None) -> None:
+    """There O_DIRECT is taken and means nothing."""
+    if built is None:
+        return
+    found = native.Native(built)
+    pipe = os.pipe()
+    memory = os.memfd_create("in-memory")
+    assert found.in_memory(memory)
+    assert not found.in_memory(pipe[0])
+    assert not found.in_memory(-1)
+    for fd in (*pipe, memory):
+        os.close(fd)
+
+
+@pytest.mark.parametrize("direct", [True, False], ids=["in large parts", "in small parts"])
+def test_each_way_reads_the_same(
+    opened: Database, plan: GetPlan, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened.direct = direct  # only how much is read at a time: buffers are aligned
+    found = native.library()
+    if found is not None:
+        monkeypatch.setattr(found, "_in_memory", lambda _: 0)
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_library_that_is_there_is_what_reads(
+    opened: Database, plan: GetPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the tests above would pass by Python's way alone."""
+    found = native.library()
+
+    def refused(*_: object) -> int:
+        raise AssertionError
+
+    if found is not None:
+        monkeypatch.setattr(os, "preadv", refused)
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_damaged_byte_is_found_wherever_it_is(opened: Database, plan: GetPlan) -> None:
+    payload = GEOMETRY.payload_bytes(plan.length, plan.fragments - 1)
+    for at in {0, 100, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + payload // 2, HEADER_BYTES + payload - 1}:
+
+        def flip(slot: bytearray, at: int = at) -> None:
+            slot[at] ^= 4
+
+        spoil(opened, plan, flip)
+        with pytest.raises(CorruptObject, match=f"fragment {plan.fragments - 1}"):
+            read(opened, plan)
+        spoil(opened, plan, flip)
+        assert read(opened, plan) == content(plan)
+
+
+def test_what_lies_behind_a_payload_is_no_matter(opened: Database, plan: GetPlan) -> None:
+    def poison(slot: bytearray) -> None:
+        end = HEADER_BYTES + GEOMETRY.payload_bytes(plan.length, plan.fragments - 1)
+        slot[end:] = b"\xee" * (len(slot) - end)
+
+    spoil(opened, plan, poison)
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_file_that_was_cut_is_a_corrupt_object(opened: Database, plan: GetPlan) -> None:
+    extent = plan.extents[0] if plan.fragments < 2 else plan.extents[1]
+    os.truncate(opened.path, DATA_OFFSET + extent.first * GEOMETRY.slot_bytes + 100)
+    with pytest.raises(CorruptObject, match="cut off"):
+        read(opened, plan)
+
+
+def test_a_device_that_fails_is_the_mediums_error(opened: Database, plan: GetPlan) -> None:
+    """The descriptor is another: of something that cannot be read at a place."""
+    kept = opened._fd
+    pipe = os.pipe()
+    try:
+        opened._fd = pipe[0]
+        with pytest.raises(MediumError, match=rf"reading \d+ bytes at \d+ of .*db-0.xkv: {os.strerror(errno.ESPIPE)}"):
+            read(opened, plan)
+    finally:
+        opened._fd = kept
+        for fd in pipe:
+            os.close(fd)
+
+
+def test_the_systems_errors_and_short_moves_are_told_apart(
+    opened: Database, plan: GetPlan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO is the medium's error at once; what was interrupted or moved less is read again by Python."""
+    found = native.library()
+    if found is None:
+        return
+    answers = iter([-errno.EIO, -errno.EINTR, 1])  # no object here is read in more than two pieces
+    monkeypatch.setattr(found, "_read", lambda *_: next(answers))
+    with pytest.raises(MediumError) as caught:
+        read(opened, plan)
+    assert (caught.value.errno, type(caught.value)) == (errno.EIO, MediumError)
+    assert read(opened, plan) == content(plan)
+
+
+def test_a_database_of_a_test_is_read_by_its_own_means(opened: Database, plan: GetPlan) -> None:
+    """Faults that tests put under a card strike in the same places, with the library and without."""
+    injector = Injector(FaultPlan((Fault(operation=Operation.READ, kind=Kind.ERROR, nth=1),)))
+    fd, kind = opened._fd, faulty_database(injector)
+    faulty = kind(opened.path, fd, opened.superblock, direct=opened.direct, claim_fd=fd)
+    with pytest.raises(MediumError):
+        read(faulty, plan)
+    assert read(faulty, plan) == content(plan)
+
+
+# --- whether it is used ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """Where the library is looked for: a folder of the test's."""
+    place = tmp_path / native.LIBRARY.name
+    monkeypatch.setattr(native, "LIBRARY", place)
+    monkeypatch.delenv(native.ENVIRONMENT_NAME, raising=False)
+    native.library.cache_clear()
+    yield place
+    native.library.cache_clear()
+
+
+def test_it_is_used_where_it_is_and_not_where_it_is_turned_off(
+    fresh: Path, built: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert native.path_word() == "python"
+    if built is not None:
+        fresh.write_bytes(built.read_bytes())
+    native.library.cache_clear()
+    assert native.path_word() == ("python" if built is None else "native")
+    monkeypatch.setenv(native.ENVIRONMENT_NAME, "0")
+    native.library.cache_clear()
+    assert native.path_word() == "python"
+
+
+def test_what_cannot_be_loaded_is_not_used(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fresh.write_bytes(b"no library")
+    assert native.path_word() == "python"
+    assert "is not used" in caplog.text
+
+
+def test_a_library_that_is_wrong_is_not_used(
+    fresh: Path, built: Path | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another compiler's mistake, or another machine's library, must not make every object a damaged one."""
+    if built is not None:
+        fresh.write_bytes(built.read_bytes())
+        monkeypatch.setattr(native, "checksum", lambda _: 1)
+    assert native.path_word() == "python"
+    assert built is None or "its checksums are wrong" in caplog.text
+
+
+def test_a_build_without_a_compiler_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    into = tmp_path / native.LIBRARY.name
+    for environment in ({"CC": "no-such-compiler"}, {"CC": "false"}, {"XKV_NATIVE": "0"}):
+        done = subprocess.run(
+            [sys.executable, str(BUILD), str(into)], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == EXIT_NONE
+        assert "Python does its work" in done.stderr
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_of_the_same_source_is_not_repeated_and_of_another_is(tmp_path: Path, built: Path | None) -> None:
+    if built is None:
+        return
+    into = tmp_path / native.LIBRARY.name
+    into.write_bytes(built.read_bytes())
+    before = into.stat().st_mtime_ns, into.stat().st_ino
+    subprocess.run([sys.executable, str(BUILD), str(into)], check=True)
+    assert (into.stat().st_mtime_ns, into.stat().st_ino) == before
+    into.write_bytes(b"of another source")
+    subprocess.run([sys.executable, str(BUILD), str(into)], check=True)
+    assert into.read_bytes() == built.read_bytes(), "the same bytes, wherever and whenever"
