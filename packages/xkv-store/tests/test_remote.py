@@ -374,3 +374,16 @@ def test_what_cannot_go_is_counted_and_nobody_waits_for_it(
     large = random.Random(9).randbytes(40 * GEOMETRY.fragment_bytes)  # of 64 slots stores may take half
     assert served.rank.put(large, key_of(9)) is StoreStatus.CONFIRMED
     assert served.counted("remote_stores_too_large") == 1
+
+
+def test_a_scheduler_that_goes_before_its_answer_is_nobodys_trouble(serve: Callable[..., Served], pool: Path) -> None:
+    """Its connection is closed by then: an answer that touched it would end the gateway."""
+    served = serve()
+    with asked_for(pool, "hang-look"):
+        served.scheduler.send(Seek(1, (SeekObject(key_of(1), FRAGMENTS),), False))
+        wait_until(lambda: served.status()["sessions_total"] == 2)
+        served.scheduler.close()
+        wait_until(lambda: served.status()["sessions_total"] == 1)
+    wait_until(lambda: served.counted("remote_asked_absent") + served.counted("remote_asked_failed") == 1)
+    served.put(2)
+    assert served.thread.is_alive()

@@ -76,9 +76,10 @@ class Connection:
         self._touched.add(self)
 
     def sought(self, seek: int, answer: SoughtObject) -> None:
-        """Gather an answer until the end of the round."""
-        self._sought.setdefault(seek, []).append(answer)
-        self._touched.add(self)
+        """Gather an answer until the end of the round; of no use where the peer has gone: nothing waits for seeks."""
+        if self.session.state not in (State.ENDING, State.CLOSED):
+            self._sought.setdefault(seek, []).append(answer)
+            self._touched.add(self)
 
     # --- what the loop calls -----------------------------------------------------------------------------
 
