@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from .card import PutPlan, PutRefusal
 from .errors import CorruptObject, MediumError
-from .remote_format import header_of, prove_received, remote_bytes, remote_key
+from .remote_format import header_of, prove_received, remote_key
 from .remote_words import NOT_FOUND, Lane, code_text
 from .wire_remote import SoughtStatus
 
@@ -154,10 +154,13 @@ class RemoteFetches:
         try:
             first = self._memory.views(fetch.place, 1)[0]
             header = header_of(first, fetch.encoded, received_bytes, geometry)
+            if received_bytes > fetch.place.slots * geometry.slot_bytes:
+                raise CorruptObject(
+                    f"from the remote: {received_bytes} bytes where {fetch.place.slots} slots were given"
+                )
         except CorruptObject as error:
             self._corrupt(fetch, error)
             return
-        assert remote_bytes(header.length, geometry) <= fetch.fragments * geometry.slot_bytes
         self._admit(fetch, header)
 
     def _admit(self, fetch: _Fetch, header: SlotHeader) -> None:

@@ -142,7 +142,11 @@ class Process:
     # --- inside ------------------------------------------------------------------------------------------
 
     def _start(self, now_ns: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:  # no descriptors left: later
+            self._fail(f"it cannot be started ({error.strerror})", now_ns)
+            return
         fds = [theirs.fileno()]
         words = [*boot_command("remote_child"), "--address", self._address.text, "--socket-fd", str(theirs.fileno())]
         if self._memory is not None:
@@ -182,6 +186,7 @@ class Process:
                     return
                 case Ready(host):
                     self.state, self.host, self.reason = LinkState.UP, host, ""
+                    self._failures *= self._memory is not None  # of one that takes calls only an answer ends them
                     log.info("the remote at %s is there (this machine is %s)", self._address.master, host)
                     self._said = ""
                 case Failed(reason):
