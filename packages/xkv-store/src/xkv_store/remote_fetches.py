@@ -137,7 +137,7 @@ class RemoteFetches:
 
     def _came(self, taken: Sequence[_Fetch], codes: Sequence[int] | None) -> None:
         for fetch, code in zip(taken, codes or [-1] * len(taken), strict=True):
-            if code > 0:
+            if 0 < code <= fetch.fragments * self._card.geometry.slot_bytes:
                 self._take_in(fetch, code)
             elif code == NOT_FOUND:
                 self.counters["remote_fetches_absent"] += 1
@@ -154,10 +154,6 @@ class RemoteFetches:
         try:
             first = self._memory.views(fetch.place, 1)[0]
             header = header_of(first, fetch.encoded, received_bytes, geometry)
-            if received_bytes > fetch.place.slots * geometry.slot_bytes:
-                raise CorruptObject(
-                    f"from the remote: {received_bytes} bytes where {fetch.place.slots} slots were given"
-                )
         except CorruptObject as error:
             self._corrupt(fetch, error)
             return

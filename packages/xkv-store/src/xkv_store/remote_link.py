@@ -186,7 +186,8 @@ class Process:
                     return
                 case Ready(host):
                     self.state, self.host, self.reason = LinkState.UP, host, ""
-                    self._failures *= self._memory is not None  # of one that takes calls only an answer ends them
+                    if self._memory is None:  # of one that takes calls only an answer says that all is well
+                        self._failures = 0
                     log.info("the remote at %s is there (this machine is %s)", self._address.master, host)
                     self._said = ""
                 case Failed(reason):
