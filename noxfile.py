@@ -44,7 +44,6 @@ SOAK_TESTS = "tests/test_soak.py"  # two minutes, in the session `soak`
 IMPORT_TESTS = "tests/test_stack_imports.py"  # the one of them that needs no engine
 PORT_TESTS = "tests/test_tp_ports.py"  # the one of the next that needs no engine
 RANKS_TESTS = "tests/test_tp_*.py"  # real engines of two ranks, in a session of their own: each start takes long
-REMOTE_LIBRARY = "mooncake"  # its folder, where it is installed
 RUN_S = 40  # of requests, for each release of a run without arguments
 COPY = "vllm_renamed_copy"  # a fork's name for the stack; vLLM's own packaging takes what is called vllm…
 
@@ -233,36 +232,29 @@ def engines(session: nox.Session) -> None:
 
     Without arguments: a short run on the newest supported release, and a canary.
     """
-    if session.posargs:
-        _run_as_asked(session, "engines", "engines")
-        return
-    target = _target(session, None)
-    with recorded(session, "engines", target.release) as result:
-        for more in ((), ("--canary",)):
-            _run(session, result, target, "engines", f"--seconds={RUN_S}", *more)
+    _run_or_both(session, "engines", RUN_S)
 
 
 @nox.session
 def remote(session: nox.Session) -> None:
-    """Two hosts with an engine each, and a real remote: -- --target RELEASE --seconds N --seed S [--canary] [--json].
-
-    Without arguments: a short run on the newest supported release, and a canary.
-    """
+    """Two hosts with an engine each, and a real remote; options and what is run without are those of `engines`."""
     site = environments.remote(session)
-    if not (site / REMOTE_LIBRARY).is_dir():
-        session.warn(
-            f"{REMOTE_LIBRARY} has no wheel for this Python: a stand-in for it is tested, and no engine is run"
-        )
+    if site is not None:
+        _run_or_both(session, "remote", 10, XKV_REMOTE_SITE=str(site))
+        return
+    with recorded(session, "remote", _target(session, None).release) as result:
+        pytest(session, result, dev(session), "packages/xkv-store/tests/test_remote.py")
+
+
+def _run_or_both(session: nox.Session, name: str, seconds: int, **env: str) -> None:
+    """A run as the session's arguments ask for, else a short one and a canary."""
     if session.posargs:
-        _run_as_asked(session, "remote", "remote", XKV_REMOTE_SITE=str(site))
+        _run_as_asked(session, name, name, **env)
         return
     target = _target(session, None)
-    with recorded(session, "remote", target.release) as result:
-        if not (site / REMOTE_LIBRARY).is_dir():
-            pytest(session, result, dev(session), "packages/xkv-store/tests/test_remote.py")
-            return
+    with recorded(session, name, target.release) as result:
         for more in ((), ("--canary",)):
-            _run(session, result, target, "remote", "--seconds=10", *more, XKV_REMOTE_SITE=str(site))
+            _run(session, result, target, name, f"--seconds={seconds}", *more, **env)
 
 
 def _run_as_asked(session: nox.Session, name: str, module: str, **env: str) -> None:

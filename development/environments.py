@@ -203,11 +203,14 @@ def policies(session: nox.Session) -> str:
     return environment(session, "policies", ROOT / "requirements" / "policies.txt")
 
 
-def remote(session: nox.Session) -> Path:
-    """Give the folder that has the remote's library, for a gateway beside an engine; none is in it on other Pythons."""
+def remote(session: nox.Session) -> Path | None:
+    """Give the folder that has the remote's library, for a gateway beside an engine; None, said, on other Pythons."""
     python = environment(session, "remote", ROOT / "requirements" / "remote.txt", ours=())
     (site,) = Path(python).parents[1].glob("lib/python3*/site-packages")
-    return site
+    if (site / "mooncake").is_dir():
+        return site
+    session.warn("the remote's library has no wheel for this Python: a stand-in for it is tested, and no engine is run")
+    return None
 
 
 def of_target(session: nox.Session, target: Target) -> str:
