@@ -12,7 +12,7 @@ from xkv_matrix.check import Places, load_expected
 from xkv_matrix.extract import load_contract
 from xkv_matrix.targets import find_target
 
-pytest_plugins = ("harness.fixtures", "harness.judge")
+pytest_plugins = ("harness.fixtures",)
 
 SOURCE = """
 class Connector:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+pytest_plugins = ("harness.judge",)  # of every process: each leaves what its tests have called
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     """A gateway on an empty card, and whatever engines the test launches."""

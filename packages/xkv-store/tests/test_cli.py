@@ -130,6 +130,17 @@ def test_a_full_disk_under_standard_output_is_one_line(tmp_path: Path, words: li
     assert "standard output cannot be written: No space left on device" in done.stderr.splitlines()[-1]
 
 
+def test_a_card_whose_gateway_has_ended_is_said_with_what_looks_at_it(tmp_path: Path, shell: Shell) -> None:
+    """As an engine's own does a minute after the engine: whoever follows the quick start slowly meets it."""
+    with running_gateway(tmp_path):
+        pass
+    place = ("--socket-dir", tmp_path / "sockets", "--card", tmp_path / "card")
+    assert f"`xkv ls {tmp_path / 'card'}` look at it all the same" in shell.mistake("gateway", "status", *place)
+    assert shell.run("ls", tmp_path / "card")[0] == 0
+    assert "there is nothing to stop" in shell.mistake("gateway", "stop", *place)
+    assert "there is no card in" in shell.mistake("gateway", "status", *place[:2], "--card", tmp_path / "none")
+
+
 def test_run_status_stop(tmp_path: Path, shell: Shell) -> None:
     place = ("--socket-dir", tmp_path / "sockets")
     with running_gateway(tmp_path) as gateway:

@@ -17,10 +17,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xkv_store import wire
-from xkv_store.control import DENIALS_PER_RANK, VERSION, ControlPage, DenialReader, page_bytes
+from xkv_store.control import DENIALS_PER_RANK, VERSION, ControlPage, CountReader, DenialReader, page_bytes
 from xkv_store.engine_memory import take_memory
 from xkv_store.errors import PeerError
 from xkv_store.layout import CONTROL_HEADER, TABLE_ENTRIES_OFFSET, TABLE_ENTRY, TABLE_HEADER
+from xkv_store.left_out import COUNT_MAX, FIRST_NUMBER, REASONS, Ledger
 from xkv_store.ring import Ring
 from xkv_store.table import CAPACITY_MAX, TableReader, TableWriter
 from xkv_store.testing import descriptors
@@ -115,6 +116,10 @@ def use(page: ControlPage) -> None:
     assert page.heartbeat_ns >= 0
     assert page.store_bytes() >= 0
     assert page.shed() >= 0
+    ledger, left_out = Ledger(), CountReader(page, len(REASONS), FIRST_NUMBER)
+    ledger.add(BOOT, left_out.poll())
+    assert all(0 < one.count <= COUNT_MAX for reasons in ledger.of([BOOT]).values() for one in reasons.values())
+    assert not any(left_out.poll()), "each is counted once"
     reader = DenialReader(page)
     denials = reader.poll()
     assert len(denials.pairs) < DENIALS_PER_RANK * page.ranks

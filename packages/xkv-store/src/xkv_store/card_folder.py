@@ -74,7 +74,7 @@ def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     lock_fd = _lock(options)
     reached("open.locked")
     with _letting_go(lock_fd, folder):
-        if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
+        if os.path.lexists(folder / _MAKING) or not card_is_there(folder):
             _make(options)
         return _open(options, lock_fd, rebuild_index=rebuild_index)
 
@@ -85,7 +85,7 @@ def lock_card(options: CardOptions) -> Iterator[None]:
     folder = options.folder
     lock_fd = _lock(replace(options, create=False))
     with _letting_go(lock_fd, folder):
-        if os.path.lexists(folder / _MAKING) or not _card_is_there(folder):
+        if os.path.lexists(folder / _MAKING) or not card_is_there(folder):
             raise UserError(f"there is no card in {folder}: give another folder")
         yield
     os.close(lock_fd)
@@ -93,9 +93,8 @@ def lock_card(options: CardOptions) -> Iterator[None]:
 
 def _lock(options: CardOptions) -> int:
     """The folder's lock. Where no card is and none shall be made, nothing of ours is left behind."""
-    if options.create or _card_is_there(options.folder):
-        return lock_folder(options.folder, create=options.create)
-    return lock_folder(options.folder, create=False, leave_file=False)
+    leaves = options.create or card_is_there(options.folder)
+    return lock_folder(options.folder, create=options.create, leave_file=leaves)
 
 
 @contextmanager
@@ -140,7 +139,8 @@ class _Making:
             (folder / _MAKING).unlink()
 
 
-def _card_is_there(folder: Path) -> bool:
+def card_is_there(folder: Path) -> bool:
+    """Whether the folder has what a card is made of, be it whole or not."""
     return os.path.lexists(_database_path(folder, 0)) or os.path.exists(folder / _INDEX)  # noqa: PTH110  never raises
 
 

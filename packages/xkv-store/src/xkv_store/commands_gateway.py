@@ -17,6 +17,7 @@ import typer
 
 from . import sockets
 from .card import CardOptions
+from .card_folder import card_is_there
 from .card_options import GRACE_MS_DEFAULT, GRACE_MS_MAX
 from .console import Output
 from .errors import UserError
@@ -26,7 +27,7 @@ from .io_pool import IO_THREADS_DEFAULT, IO_THREADS_MAX
 from .quotas import Quotas
 from .remote_address import EXAMPLE, RemoteAddress
 from .sizes import format_size, parse_size_bytes
-from .tool import Tool
+from .tool import NobodyAnswersError, Tool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -215,7 +216,8 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show a running gateway's card, counters and sessions."""
-    with closing(Tool(named_socket(port, socket_dir, card, socket))) as tool:
+    remedy = f"`xkv namespaces {card}` and `xkv ls {card}` look at it all the same"
+    with closing(_tool(port, socket_dir, card, socket, remedy)) as tool:
         value = json.loads(tool.status())
     Output(json=as_json).table(value, "gateway")
 
@@ -229,10 +231,25 @@ def stop(
     as_json: Json = False,
 ) -> None:
     """Make a running gateway finish what it has begun and end; returns when it has ended."""
-    with closing(Tool(named_socket(port, socket_dir, card, socket))) as tool:
+    with closing(_tool(port, socket_dir, card, socket, "there is nothing to stop")) as tool:
         if not tool.stop():
             raise UserError(f"the gateway (pid {tool.pid}) is still finishing its work; look again with `status`")
         Output(json=as_json).value({"stopped": tool.pid}, f"gateway stopped (pid {tool.pid})")
+
+
+def _tool(port: int | None, socket_dir: Path | None, card: Path | None, socket: Path | None, remedy: str) -> Tool:
+    """Attached to the gateway that these options name; `remedy`: where nobody serves the card."""
+    try:
+        return Tool(named_socket(port, socket_dir, card, socket))
+    except NobodyAnswersError as error:
+        if card is None:
+            raise
+        if not card_is_there(card):
+            raise UserError(f"there is no card in {card}: type another folder, or --port of its gateway") from error
+        raise UserError(
+            f"no engine's gateway serves the card in {card} just now (it ends some time after the engines; another one "
+            f"is named by --port): {remedy}"
+        ) from error
 
 
 def named_socket(port: int | None, socket_dir: Path | None, card: Path | None, socket: Path | None) -> Path:

@@ -20,6 +20,7 @@ from .errors import CorruptObject, MediumError, UserError
 from .geometry import (
     DATA_OFFSET,
     DATABASES_MAX,
+    HEADER_BYTES,
     IO_STEP_BYTES,
     SLOTS_PER_DATABASE_MAX,
     SUPERBLOCK_BYTES,
@@ -153,27 +154,34 @@ class Database:
         """Write neighbouring slots; only the last buffer may be shorter than a slot. MediumError."""
         self._move(os.pwritev, "writing", first_slot, buffers)
 
-    def read(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
-        """Read neighbouring slots; only the last buffer may be shorter. MediumError; CorruptObject where cut."""
-        self._move(os.preadv, "reading", first_slot, buffers)
-
-    def read_summed(
-        self, first_slot: int, buffers: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]
+    def read(
+        self, first_slot: int, buffers: Sequence[memoryview], payload_bytes: Sequence[int] | None = None
     ) -> list[int] | None:
-        """As `read`, and the checksum of what follows the first `skip` bytes in each buffer. MediumError.
+        """Read neighbouring slots; only the last buffer may be shorter. MediumError; CorruptObject where cut.
 
-        None where that cannot be: without the library, in a class of tests, or where the kernel moved less than it was
-        asked for. Then nothing is known of the buffers, and `read` has the last word.
+        `payload_bytes`: of each slot, behind its header; their checksums are returned where the library makes them.
+        """
+        sums = None if payload_bytes is None else self._read_summed(first_slot, buffers, payload_bytes)
+        if sums is None:
+            self._move(os.preadv, "reading", first_slot, buffers)
+        return sums
+
+    def _read_summed(
+        self, first_slot: int, buffers: Sequence[memoryview], payload_bytes: Sequence[int]
+    ) -> list[int] | None:
+        """By the library. None: without it, in a class of tests, or where the kernel moved less than it was asked for.
+
+        Then nothing is known of the buffers, and Python reads them, from the first on.
         """
         found = library()
-        if found is None or type(self) is not Database or not buffers:
+        if found is None or type(self) is not Database:
             return None
         assert 0 <= first_slot <= self.superblock.slots - len(buffers)
         offset = DATA_OFFSET + first_slot * self.superblock.slot_bytes
         is_copy = not self.direct or found.in_memory(self._fd)
         step_bytes = SUMMED_BYTES if is_copy else IO_BYTES_MAX
         try:
-            return found.read(self._fd, offset, buffers, skip, payload_bytes, step_bytes=step_bytes)
+            return found.read(self._fd, offset, buffers, HEADER_BYTES, payload_bytes, step_bytes=step_bytes)
         except OSError as error:
             raise self._error(error, "reading", sum(map(len, buffers)), offset) from error
         except UnreachableError:

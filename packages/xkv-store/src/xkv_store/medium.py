@@ -12,7 +12,7 @@ import numpy as np
 from .database import Database
 from .errors import MediumError, PeerError
 from .fragment import Identity, ObjectSlots, filled, pieces
-from .geometry import HEADER_BYTES, Geometry
+from .geometry import Geometry
 from .plans import GetPlan, ObjectPlan, PutPlan
 from .testing.points import reached
 
@@ -85,13 +85,9 @@ class Medium:
         for piece in pieces(plan.extents, first_fragment, len(slots), self._slots_at_once()):
             begin = piece.fragment - first_fragment
             own_views = views[begin : begin + piece.slots]
-            database = self.databases[piece.database]
-            sums = None
-            if prove is _PROVE:
-                payload_bytes = own.payload_bytes(piece.slots, piece.fragment)
-                sums = database.read_summed(piece.slot, own_views, HEADER_BYTES, payload_bytes)
+            payload_bytes = own.payload_bytes(piece.slots, piece.fragment) if prove is _PROVE else None
+            sums = self.databases[piece.database].read(piece.slot, own_views, payload_bytes)
             if sums is None:
-                database.read(piece.slot, own_views)
                 prove(own, own_views, piece.fragment)
             else:
                 own.prove(own_views, piece.fragment, sums)

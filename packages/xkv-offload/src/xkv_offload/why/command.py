@@ -6,7 +6,7 @@ Must not know: how a card is asked, how an object's history is read (`xkv_store.
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -128,6 +128,10 @@ def why_command(  # noqa: PLR0917  each parameter is an option, and typer passes
     ids = None if tokens is None else read_tokens(tokens)
     seed = gather_environment(pid).seed if hash_seed is None else (None if hash_seed == UNSET else hash_seed)
     gateways = _gateways(launch, card, port, socket_dir, socket)
+    if ids is not None:
+        # Now, since importing vLLM may take longer than a gateway bears with a tool that says nothing.
+        with suppress(UserError), _asking_vllm():  # which is told where the hashes are wanted
+            detect_live()
     own: bytes | None = None  # as the first gateway says it: another one may have forgotten it with its objects
     for number, place in enumerate(gateways):
         with inquiring(*place) as inquiry:

@@ -139,7 +139,7 @@ def _examine_checksums(gateway: GatewayFacts) -> Finding:
     if way == "native":
         return ok("checksums", "made by the native library, and reads with them")
     what = f"made by Python: the native library is not installed there, or {ENVIRONMENT_NAME}=0"
-    return note("checksums", what, "with many I/O threads on many cores, a medium in memory is served more slowly")
+    return note("checksums", what, "I/O threads wait more often for Python's interpreter")
 
 
 def _trip(subject: Subject, gateway: GatewayFacts) -> TripFacts:
