@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -387,3 +387,125 @@ def test_a_scheduler_that_goes_before_its_answer_is_nobodys_trouble(serve: Calla
     wait_until(lambda: served.counted("remote_asked_absent") + served.counted("remote_asked_failed") == 1)
     served.put(2)
     assert served.thread.is_alive()
+
+
+# --- all at once: schedulers that come, ask and go, a library, a master and a pool that fail in every way -----------
+
+STORM_S = 6.0
+STEPS = {"put": 2, "fail": 1, "spoil": 2, "drop": 1, "come": 5, "go": 3, "kill": 1, "ask": 60, "wait": 25}
+FAILURES = ("hang-look", "hang-load", "hang-store", "down", "full")
+SCHEDULERS_MAX = 5
+
+
+class Storm:
+    """One gateway that is put to, another that is asked."""
+
+    def __init__(self, seed: int, put: Served, asked: Served, pool: Path) -> None:
+        self._rng = random.Random(seed)
+        self._put, self._asked, self._pool = put, asked, pool
+        self._schedulers: list[Peer] = []
+        self._numbers = 0
+        self.objects = 0
+
+    def step(self) -> None:
+        what = self._rng.choices(list(STEPS), list(STEPS.values()))[0]
+        getattr(self, what)()
+        for scheduler in self._schedulers:
+            with suppress(TimeoutError):
+                while scheduler.next(0.0001) is not None:
+                    pass
+
+    def put(self) -> None:
+        self.objects += 1
+        self._put.rank.put(content_of(self.objects), key_of(self.objects))
+
+    def fail(self) -> None:
+        sign = self._pool / self._rng.choice(FAILURES)
+        sign.touch()
+        threading.Timer(self._rng.random() / 2, sign.unlink, kwargs={"missing_ok": True}).start()
+
+    def spoil(self) -> None:
+        if found := sorted(self._pool.glob("xkv1-*")):
+            path = self._rng.choice(found)
+            data = bytearray(path.read_bytes())
+            data[self._rng.randrange(len(data))] ^= 1
+            path.write_bytes(data)
+
+    def drop(self) -> None:
+        for path in self._pool.glob("xkv1-*"):
+            if self._rng.random() < 0.1:
+                path.unlink(missing_ok=True)
+
+    def come(self) -> None:
+        if len(self._schedulers) < SCHEDULERS_MAX:
+            self._numbers += 1
+            scheduler = Peer(self._asked.socket, geometry=GEOMETRY)
+            scheduler.hello(engine=f"e{self._numbers}", role=Role.SCHEDULER, ring_slots=16)
+            scheduler.receive(wire.Welcome)
+            self._schedulers.append(scheduler)
+
+    def go(self) -> None:
+        if self._schedulers:
+            self._schedulers.pop(self._rng.randrange(len(self._schedulers))).close()
+
+    def kill(self) -> None:
+        place = f"/proc/{os.getpid()}/task/{self._asked.thread.native_id}/children"
+        if children := Path(place).read_text().split():
+            os.kill(int(self._rng.choice(children)), signal.SIGKILL)
+
+    def ask(self) -> None:
+        if self._schedulers and self.objects:
+            self._numbers += 1
+            keys = [key_of(self._rng.randint(1, self.objects + 3)) for _ in range(self._rng.randint(1, 30))]
+            objects = tuple(SeekObject(key, FRAGMENTS) for key in keys)
+            self._rng.choice(self._schedulers).send(Seek(self._numbers, objects, self._rng.random() < 0.6))
+
+    def wait(self) -> None:
+        time.sleep(0.002)
+
+    def end(self) -> None:
+        while self._schedulers:
+            self._schedulers.pop().close()
+        time.sleep(0.6)  # the last failure's time
+        for name in FAILURES:
+            (self._pool / name).unlink(missing_ok=True)
+
+
+def is_at_rest(served: Served) -> bool:
+    status = served.status()
+    remote = status["remote"]
+    return (
+        remote["state"] == "up"
+        and not remote["fetching"] + remote["storing"] + status["slots"]["in_flight"]
+        and remote["memory_slots_free"] == (4 << 20) // GEOMETRY.slot_bytes
+    )
+
+
+def test_whatever_fails_nothing_is_wrong_and_nothing_is_left(
+    serve: Callable[..., Served],
+    pool: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for lane in Lane:
+        monkeypatch.setitem(remote_link.CALL_NS_MAX, lane, 200_000_000)
+    monkeypatch.setattr(remote_link, "RESTART_NS_MIN", 50_000_000)
+    monkeypatch.setattr(remote_link, "RESTART_NS_MAX", 200_000_000)
+    monkeypatch.setattr(remote_stores, "RETRY_NS", 100_000_000)
+    put, asked = serve(URL), serve(URL)
+    storm = Storm(1, put, asked, pool)
+    deadline = time.monotonic() + STORM_S
+    while time.monotonic() < deadline or (
+        not asked.counted("remote_fetches") and time.monotonic() < deadline + WAIT_S_MAX
+    ):
+        storm.step()
+    storm.end()
+    wait_until(lambda: is_at_rest(put) and is_at_rest(asked))
+    right = 0
+    for number in range(1, storm.objects + 1):
+        status, content = asked.rank.get(LENGTH, key_of(number))
+        assert status in (LoadStatus.OK, LoadStatus.MISS)
+        if status is LoadStatus.OK:
+            assert content == content_of(number)
+            right += 1
+    assert right > 0
+    assert asked.counted("remote_ends") > 0
