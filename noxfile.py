@@ -232,16 +232,32 @@ def engines(session: nox.Session) -> None:
 
     Without arguments: a short run on the newest supported release, and a canary.
     """
+    _run_or_both(session, "engines", RUN_S)
+
+
+@nox.session
+def remote(session: nox.Session) -> None:
+    """Two hosts with an engine each, and a real remote; options and what is run without are those of `engines`."""
+    site = environments.remote(session)
+    if site is not None:
+        _run_or_both(session, "remote", 10, XKV_REMOTE_SITE=str(site))
+        return
+    with recorded(session, "remote", _target(session, None).release) as result:
+        pytest(session, result, dev(session), "packages/xkv-store/tests/test_remote.py")
+
+
+def _run_or_both(session: nox.Session, name: str, seconds: int, **env: str) -> None:
+    """A run as the session's arguments ask for, else a short one and a canary."""
     if session.posargs:
-        _run_as_asked(session, "engines", "engines")
+        _run_as_asked(session, name, name, **env)
         return
     target = _target(session, None)
-    with recorded(session, "engines", target.release) as result:
+    with recorded(session, name, target.release) as result:
         for more in ((), ("--canary",)):
-            _run(session, result, target, "engines", f"--seconds={RUN_S}", *more)
+            _run(session, result, target, name, f"--seconds={seconds}", *more, **env)
 
 
-def _run_as_asked(session: nox.Session, name: str, module: str) -> None:
+def _run_as_asked(session: nox.Session, name: str, module: str, **env: str) -> None:
     """One run on the release that the session's arguments name, and with the others of them."""
     others = "and, for the run: --seconds N (60) --seed S (0) --canary --json"
     parser = argparse.ArgumentParser(prog=f"nox -s {name} --", allow_abbrev=False, epilog=others)
@@ -250,15 +266,15 @@ def _run_as_asked(session: nox.Session, name: str, module: str) -> None:
     target = _target(session, options.target)
     with recorded(session, name, target.release) as result:
         result.arguments = list(session.posargs)
-        _run(session, result, target, module, *rest)
+        _run(session, result, target, module, *rest, **env)
 
 
-def _run(session: nox.Session, result: Result, target: Target, module: str, *options: str) -> None:
+def _run(session: nox.Session, result: Result, target: Target, module: str, *options: str, **env: str) -> None:
     """Run real engines for a while with the release installed; its last line is the outcome's."""
     line = [of_target(session, target), "-m", module, *options]
     paths = os.pathsep.join(str(ROOT / path) for path in ("tests", "matrix"))
-    env = environ({**engine_env(target.release), "PYTHONPATH": paths})
-    done = subprocess.run(line, env=env, cwd=ROOT, check=False)
+    own = environ({**engine_env(target.release), "PYTHONPATH": paths, **env})
+    done = subprocess.run(line, env=own, cwd=ROOT, check=False)
     result.add({"passed" if done.returncode == 0 else "failed": 1})
 
 
@@ -328,6 +344,7 @@ EXPECTED = (
     *(("vendored", target.release) for target in SUPPORTED),
     *(("faults", target.release) for target in SUPPORTED),
     *(("demo", target.release) for target in SUPPORTED[-1:]),
+    *(("remote", target.release) for target in SUPPORTED[-1:]),
 )
 BEYOND_CI = (
     *(("stack", target.release) for target in INSTALLED if target.status == "followed"),
@@ -337,7 +354,7 @@ BEYOND_CI = (
 
 def _nox_name(name: str, target: str | None) -> str:
     """Give what nox calls it: the release of some sessions is an argument of their own."""
-    return name if name in ("demo", "faults") else title(name, target)
+    return name if name in ("demo", "faults", "remote") else title(name, target)
 
 
 def _matrix(session: nox.Session, *command: str) -> int:
@@ -481,7 +498,9 @@ def changelog(session: nox.Session) -> None:
 def lock(session: nox.Session) -> None:
     """Compile the hashed requirement files again (needs the network); `-- --upgrade` takes newer versions."""
     uv = environments.uv(session)
-    inputs = [ROOT / "requirements" / f"{name}.in" for name in ("tools", "run", "dev", "documents", "policies")]
+    inputs = [
+        ROOT / "requirements" / f"{name}.in" for name in ("tools", "run", "dev", "documents", "policies", "remote")
+    ]
     for source in (*inputs, *sorted((ROOT / "matrix" / "requirements").glob("*.in"))):
         compiled = source.with_suffix(".txt")
         session.run(

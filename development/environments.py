@@ -40,6 +40,7 @@ __all__ = [
     "of_target",
     "over",
     "policies",
+    "remote",
     "uv",
 ]
 
@@ -200,6 +201,16 @@ def documents(session: nox.Session) -> str:
 def policies(session: nox.Session) -> str:
     """Give the python of the environment that has the policies of others to compare ours with."""
     return environment(session, "policies", ROOT / "requirements" / "policies.txt")
+
+
+def remote(session: nox.Session) -> Path | None:
+    """Give the folder that has the remote's library, for a gateway beside an engine; None, said, on other Pythons."""
+    python = environment(session, "remote", ROOT / "requirements" / "remote.txt", ours=())
+    (site,) = Path(python).parents[1].glob("lib/python3*/site-packages")
+    if (site / "mooncake").is_dir():
+        return site
+    session.warn("the remote's library has no wheel for this Python: a stand-in for it is tested, and no engine is run")
+    return None
 
 
 def of_target(session: nox.Session, target: Target) -> str:

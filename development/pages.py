@@ -27,7 +27,7 @@ __all__ = ["SECTIONS", "assemble", "compatibility", "prose", "site_pages"]
 
 SECTIONS: Final = {
     "Using it": ("quickstart", "concepts", "configuration", "operations", "doctor", "why", "metrics",
-                 "kubernetes", "failures", "compatibility", "performance", "scale"),
+                 "kubernetes", "failures", "compatibility", "performance", "remote", "scale"),
     "How it works": ("architecture", "identity", "format", "protocol", "reliability", "security"),
     "Releases and forks": ("matrix", "vendoring"),
     "The project": ("contributing", "changes", "decisions"),

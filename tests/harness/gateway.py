@@ -21,6 +21,8 @@ from xkv_store.testing.processes import PORT, GatewayProcess
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from harness.story import Bytes
 
 SETTLE_S_MAX = 15.0
@@ -31,9 +33,16 @@ CAPACITY = "128MiB"
 class Gateway:
     """One card and the gateway that serves it. `beside`: another one, in whose sockets' folder it has the next port."""
 
-    def __init__(self, folder: Path, *, slot_bytes: int = SLOT_BYTES, beside: Gateway | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        slot_bytes: int = SLOT_BYTES,
+        beside: Gateway | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
         self._folder = folder
-        self._options = ["--capacity", CAPACITY, "--slot-bytes", str(slot_bytes)]
+        self._options = ["--capacity", CAPACITY, "--slot-bytes", str(slot_bytes), *options]
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
         self._made: tempfile.TemporaryDirectory[str] | None = None
         if beside is None:

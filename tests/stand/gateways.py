@@ -28,7 +28,7 @@ from xkv_store.testing.points import ENVIRONMENT_NAME, POINTS
 from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -57,8 +57,15 @@ class Gateway:
         grace_ms: int = 0,
         faults: FaultPlan | None = None,
         before: Gateway | None = None,
+        options: Sequence[str] = (),
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`faults`: what goes wrong with its medium. `before`: the gateway of the rank before, on the port before."""
+        """`faults`: what goes wrong with its medium. `before`: the gateway of the rank before, on the port before.
+
+        `options`: further ones of its command; `prefix`: what comes before the command, so that it runs elsewhere;
+        `environment`: beside our own.
+        """
         self._is_first = before is None
         self._port: int = PORT if before is None else before._port + 1
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
@@ -66,15 +73,16 @@ class Gateway:
         self._fragment_bytes = slot_bytes - HEADER_BYTES
         self._points = folder / "points"
         self._log = folder / "gateway.log"
-        self._environment = {**os.environ, ENVIRONMENT_NAME: str(self._points)}
+        self._environment = {**os.environ, **(environment or {}), ENVIRONMENT_NAME: str(self._points)}
         program = "xkv_store.cli"
         if faults is not None:
             program = "xkv_store.testing.faulty_gateway"
             self._environment[faulty_gateway.ENVIRONMENT_NAME] = str(folder / "faults")
         self._command = [
-            *(sys.executable, "-m", program, "gateway", "run", "--json", "--port", str(self._port)),
+            *(*prefix, sys.executable, "-m", program, "gateway", "run", "--json", "--port", str(self._port)),
             *("--card", str(folder / "card"), "--socket-dir", str(self._sockets), "--capacity", capacity),
             *("--databases", str(databases), "--slot-bytes", str(slot_bytes), "--grace-ms", str(grace_ms)),
+            *options,
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._points.mkdir(parents=True)

@@ -27,6 +27,8 @@ def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
         value = value[0] if key.kind == "choice" else value
         if key.name == "xkv.ring_bytes":
             value = 64 << 20
+        if key.name == "xkv.remote":
+            value = "mooncake://master:50051"
         beside = {"xkv.port": 5557} if key.name == "xkv.port_per_rank" else {}
         config = parse({key.name: value, **beside})
         assert str(getattr(config, key.field)) == str(float(value) if key.kind == "float" else value)
@@ -44,6 +46,9 @@ def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
         ({"xkv.trust_lora_names": "yes"}, ["xkv.trust_lora_names", "'yes'", "true or false"]),
         ({"xkv.port": 5557, "xkv.path": "/card"}, ["xkv.path", "xkv.port"]),
         ({"xkv.port": 5557, "xkv.linger_s": 3}, ["xkv.linger_s", "embedded"]),
+        ({"xkv.port": 5557, "xkv.remote": "mooncake://m:1"}, ["xkv.remote", "embedded"]),
+        ({"xkv.remote": "mooncake://m:1?segments=1GiB"}, ["xkv.remote", "'segments'", "segment"]),
+        ({"xkv.remote": "redis://m:1"}, ["xkv.remote", "mooncake://"]),
         ({"xkv.port_per_rank": True}, ["xkv.port_per_rank = True", "needs xkv.port"]),
         ({"xkv.port_per_rank": True, "xkv.path": "/card"}, ["xkv.port_per_rank = True", "needs xkv.port"]),
         ({"xkv.port_per_rank": 1, "xkv.port": 5557}, ["xkv.port_per_rank", "1", "true or false"]),

@@ -11,10 +11,12 @@ import pytest
 from xkv_offload import manager as manager_module
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
 from xkv_offload.metrics import PROCESS_COUNTERS, WORKER_COUNTERS
+from xkv_offload.remote_lookups import RemoteLookups
 from xkv_offload.restore_policy import STEPS_MIN, ChunkFacts, RestorePolicy, Stage
 from xkv_offload.staging import Chunk, ReadDone, Staging
 from xkv_offload.transfer import StagedObject, XkvTransferSpec
-from xkv_store.key import chunk_tag, ranks_mask, tag_salt
+from xkv_store.client_seeks import SoughtObject, SoughtStatus
+from xkv_store.key import ObjectKey, chunk_tag, ranks_mask, tag_salt
 from xkv_store.left_out import LeftOut
 
 NAMESPACE = b"n" * 16
@@ -120,6 +122,7 @@ def make(
     *,
     staging: Any = None,
     policy: RestorePolicy | None = None,
+    remote: RemoteLookups | None = None,
     event: Any = None,
     features: Mapping[str, bool] | None = None,
     **changes: Any,
@@ -137,6 +140,7 @@ def make(
         options=ManagerOptions(**(options | changes)),
         staging=staging,
         policy=policy,
+        remote=remote,
         words=Words(
             miss="MISS",
             hit="HIT",
@@ -452,6 +456,62 @@ def test_misses_have_their_reasons() -> None:
     manager.lookup(key(4), request())
     stats = manager.get_stats()
     assert stats.labelled == {("vllm:xkv_misses", "unverified"): 1}
+
+
+class FakeRemote:
+    """A gateway's remote: what was sought, and answers when the test says."""
+
+    usable = True
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[tuple[int, int]], bool]] = []
+        self._on_answer: Callable[[SoughtObject], None]
+
+    def ask(
+        self, objects: Sequence[tuple[ObjectKey, int]], *, fetch: bool, on_answer: Callable[[SoughtObject], None]
+    ) -> None:
+        self.asked.append(([(one.rank, fragments) for one, fragments in objects], fetch))
+        self._on_answer = on_answer
+
+    def answer(self, status: SoughtStatus) -> None:
+        for index in range(len(self.asked[-1][0])):
+            self._on_answer(SoughtObject(index, status))
+
+
+def test_what_the_card_lacks_is_pending_until_the_remote_has_brought_it() -> None:
+    """Asked, fetched, and then a hit by the table alone; of a chunk only those ranks' objects that are not there."""
+    card, remote = FakeCard(), FakeRemote()
+    manager = make(card, ranks=3, remote=RemoteLookups(remote, pending_seconds=60, fragments={0: 7, 1: 7}), loads=True)
+    card.confirm([key(1)], ranks=1)
+    assert manager.lookup(key(1), request()) == "PENDING"
+    manager.on_schedule_end()
+    assert remote.asked == [([(1, 7), (2, 7)], False)]
+    remote.answer(SoughtStatus.FOUND)
+    assert manager.lookup(key(1), request()) == "PENDING"
+    manager.on_schedule_end()
+    assert remote.asked[1:] == [([(1, 7), (2, 7)], True)]
+    card.confirm([key(1)], ranks=3)
+    remote.answer(SoughtStatus.FOUND)
+    assert manager.lookup(key(1), request()) == "HIT"
+    assert manager.lookup(key(2), request()) == "PENDING"
+    manager.on_schedule_end()
+    remote.answer(SoughtStatus.ABSENT)
+    assert manager.lookup(key(2), request()) == "MISS"
+    stats: Any = manager.get_stats()
+    assert stats.counted["vllm:xkv_lookup_remote"] == 3
+    assert stats.labelled == {("vllm:xkv_misses", "absent"): 1}
+
+
+def test_the_remote_is_not_asked_for_what_failed_here_nor_after_a_reset() -> None:
+    card, remote = FakeCard(), FakeRemote()
+    manager = make(card, remote=RemoteLookups(remote, pending_seconds=60, fragments={0: 7}))
+    card.confirm([key(1)], generation=5)
+    card.new_denials = [(chunk_tag(tag_salt(NAMESPACE, 0, 0), key(1)[:-4]), 5)]
+    assert manager.lookup(key(1), request()) == "MISS", "the card would say that it has it"
+    manager.reset_cache()
+    assert manager.lookup(key(2), request()) == "MISS", "the namespace is this launch's own from now on"
+    manager.on_schedule_end()
+    assert remote.asked == []
 
 
 def test_times_and_sizes_are_measured() -> None:

@@ -10,8 +10,9 @@ import pytest
 from xkv_offload.attachment import StagedReads
 from xkv_offload.manager import ManagerOptions, Words, XkvManager
 from xkv_offload.metrics import WORKER_COUNTERS
-from xkv_offload.port_per_rank import CardPerRank, ReadsPerRank, card_of, reads_of
+from xkv_offload.port_per_rank import CardPerRank, ReadsPerRank, SeeksPerRank, card_of, reads_of
 from xkv_offload.staging import Chunk, Staging
+from xkv_store.client_seeks import SoughtObject, SoughtStatus
 from xkv_store.control import ControlPage
 from xkv_store.key import ObjectKey
 from xkv_store.left_out import LeftOut
@@ -402,3 +403,33 @@ def test_one_gateway_needs_nothing_of_this() -> None:
     one, two = (verified_rig().clients[:number] for number in (1, 2))
     assert (isinstance(card_of(one), CardPerRank), isinstance(card_of(two), CardPerRank)) == (False, True)
     assert (isinstance(reads_of(one), ReadsPerRank), isinstance(reads_of(two), ReadsPerRank)) == (False, True)
+
+
+@dataclass
+class FakeSeeks:
+    """One gateway's remote, which has what the test says."""
+
+    usable: bool = True
+    asked: list[tuple[list[int], bool]] = field(default_factory=list)
+    on_answer: Callable[[SoughtObject], None] | None = None
+
+    def ask(
+        self, objects: Sequence[tuple[ObjectKey, int]], *, fetch: bool, on_answer: Callable[[SoughtObject], None]
+    ) -> None:
+        self.asked.append(([fragments for _, fragments in objects], fetch))
+        self.on_answer = on_answer
+
+
+def test_each_rank_s_objects_are_sought_through_its_own_gateway() -> None:
+    parts = [FakeSeeks() for _ in range(RANKS)]
+    seeks = SeeksPerRank(parts)
+    answers: list[SoughtObject] = []
+    keys = [(ObjectKey(NAMESPACE, 0, bytes([number]), number % 2), number) for number in range(5)]
+    seeks.ask(keys, fetch=True, on_answer=answers.append)
+    assert [part.asked for part in parts] == [[([0, 2, 4], True)], [([1, 3], True)], []]
+    assert parts[1].on_answer is not None
+    parts[1].on_answer(SoughtObject(1, SoughtStatus.ABSENT))
+    assert answers == [SoughtObject(3, SoughtStatus.ABSENT)], "the index is the caller's"
+    assert seeks.usable
+    parts[2].usable = False
+    assert not seeks.usable

@@ -277,6 +277,51 @@ def test_damage_and_failed_commits_of_this_life_are_told() -> None:
     assert any("release 0.0.0" in one.what for one in found if one.severity is Severity.NOTE)
 
 
+REMOTE: dict[str, Any] = {
+    "master": "m:1",
+    "state": "up",
+    "reason": "",
+    "host": "h:2",
+    "segment_bytes": 0,
+    "segment_state": "none",
+    "segment_reason": "",
+}
+
+
+def of_remote(counters: dict[str, int], **changes: object) -> list[Finding]:
+    status = {**STATUS, "counters": counters, "remote": {**REMOTE, **changes}}
+    facts = service.GatewayFacts(state=service.State.ANSWERS, peer=Peer(1, os.geteuid(), 1), status=status)
+    found = service.examine_gateway(
+        facts, path=Path("s"), embedded=False, fragment_bytes=None, trusted_uids=frozenset()
+    )
+    return [one for one in found if one.check == "remote"]
+
+
+def test_a_remote_that_is_there_is_well() -> None:
+    (found,) = of_remote({"remote_fetches": 3, "remote_stores": 4})
+    assert found.severity is Severity.OK
+    assert "3 objects came, 4 went" in found.what
+
+
+@pytest.mark.parametrize(
+    ("counters", "changes", "words"),
+    [
+        ({}, {"state": "down", "reason": "the master is deaf"}, "the master is deaf"),
+        ({}, {"segment_state": "down", "segment_bytes": 1 << 30, "segment_reason": "no memory"}, "1 GiB are not in"),
+        ({"remote_late_look": 2, "remote_late_load": 3}, {}, "5 calls"),
+        ({"remote_fetches_corrupt": 7}, {}, "7 objects came"),
+    ],
+)
+def test_what_is_wrong_with_a_remote_is_a_warning_and_says_what_to_do(
+    counters: dict[str, int], changes: dict[str, object], words: str
+) -> None:
+    """The card serves on, so it is no fault."""
+    (found,) = of_remote(counters, **changes)
+    assert found.severity is Severity.WARNING
+    assert words in found.what
+    assert found.remedy
+
+
 # --- the socket -------------------------------------------------------------------------------------------------
 
 

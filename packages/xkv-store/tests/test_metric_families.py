@@ -8,7 +8,9 @@ from pathlib import Path
 from xkv_store import departures, metric_families
 from xkv_store.figures import BOUNDS_S, Figures, Histogram, Times
 from xkv_store.metric_families import COUNTS, ELSEWHERE, families
+from xkv_store.remote_words import Lane
 from xkv_store.wire import LoadStatus, RefusedCode, StoreStatus
+from xkv_store.wire_remote import SoughtStatus
 
 SOURCES = Path(metric_families.__file__).parent
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -27,6 +29,7 @@ STATUS = {
         {"namespace": "bb", "objects": 1, "bytes": 2, "limbo_bytes": 3, "quota_bytes": 4},
     ],
     "namespaces_left_out": 10,
+    "remote": {"state": "up", "segment_state": "down", "fetching": 1, "storing": 2},
 }  # fmt: skip
 
 
@@ -43,6 +46,8 @@ def counters_of_the_sources() -> set[str]:
             values = {
                 "puts_{plan.value}": {"puts_held", "puts_shed", "puts_busy", "puts_invalid"},
                 "refused_{refusal.code.value}": {f"refused_{code.value}" for code in RefusedCode},
+                "remote_asked_{status.name.lower()}": {f"remote_asked_{one.name.lower()}" for one in SoughtStatus},
+                "remote_late_{lane.value}": {f"remote_late_{lane.value}" for lane in Lane},
                 "{what}_{status.name.lower()}": {
                     *(f"put_{one.name.lower()}" for one in StoreStatus),
                     *(f"get_{one.name.lower()}" for one in LoadStatus if one is not LoadStatus.TIMEOUT),

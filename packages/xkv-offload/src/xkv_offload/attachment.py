@@ -164,6 +164,7 @@ def attachment(
             linger_s=config.linger_s,
             io_threads=config.io_threads,
             slot_bytes=config.fragment_bytes + HEADER_BYTES,
+            remote=config.remote,
         )
         socket = socket_for_card(socket_dir, config.path)
     else:

@@ -16,6 +16,7 @@ from typing import cast
 
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES, IO_STEP_BYTES
+from xkv_store.remote_address import RemoteAddress
 
 from .config_table import BY_NAME, KEYS, Key
 
@@ -47,6 +48,7 @@ class Config:
     linger_s: float
     io_threads: int
     databases: int
+    remote: str | None
     connect_timeout_ms: int
     load_timeout_ms: int
     pending_timeout_ms: int
@@ -128,8 +130,16 @@ def _fault(name: str, value: object) -> str | None:
                 f"{name} = {value!r} is not a multiple of {IO_STEP_BYTES:,} less {HEADER_BYTES:,}; "
                 f"near it: {low} or {low + IO_STEP_BYTES}"
             )
-        return None
+        return _remote_fault(str(value)) if name == "xkv.remote" else None
     return f"{name} = {_shown(value)} is not allowed: it must be {key.allowed}"
+
+
+def _remote_fault(value: str) -> str | None:
+    try:
+        RemoteAddress.parse(value, "xkv.remote")
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def _type_fits(key: Key, value: object) -> bool:

@@ -216,6 +216,15 @@ KEYS: tuple[Key, ...] = (
         text="Databases (files) of a new embedded card.",
     ),
     Key(
+        name="xkv.remote",
+        kind="str",
+        default=None,
+        default_text="none",
+        scope="path",
+        text="Address of a remote behind an embedded card, by which machines share objects: "
+        "`mooncake://HOST:PORT?…` (see [remote](remote.md)). A gateway of its own gets it as `--remote`.",
+    ),
+    Key(
         name="xkv.connect_timeout_ms",
         kind="int",
         default=5_000,
@@ -240,7 +249,7 @@ KEYS: tuple[Key, ...] = (
         low=10,
         high=600_000,
         unit="ms",
-        text="One request's wait for objects to be verified: later, what is not verified is a miss.",
+        text="One request's wait for objects to be verified, and its wait for a remote: later, it is a miss.",
     ),
     Key(
         name="xkv.heartbeat_timeout_ms",

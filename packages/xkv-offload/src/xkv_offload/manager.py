@@ -24,6 +24,7 @@ from .entries import Entry, entries, gateway_of
 from .identity import after_reset
 from .measuring import JobTimes, LookupTimes
 from .metrics import Increments
+from .remote_lookups import RemoteLookups, lacking_objects
 from .restore_policy import RestorePolicy
 from .staging import Answer, Staging
 from .transfer import StagedObject, XkvTransferSpec
@@ -99,10 +100,15 @@ class XkvManager:
         words: Words,
         staging: Staging | None = None,
         policy: RestorePolicy | None = None,
+        remote: RemoteLookups | None = None,
     ) -> None:
-        """`staging`: where hits are verified before they are given (ADR 0007). `policy`: where they may be declined."""
+        """`staging`: where hits are verified before they are given (ADR 0007). `policy`: where they may be declined.
+
+        `remote`: where what the card lacks may come from elsewhere (ADR 0017).
+        """
         self._card = card
         self._policy = policy
+        self._remote = remote
         self._staging = staging
         self._options = options
         self._words = words
@@ -161,11 +167,7 @@ class XkvManager:
             self._take_denials(*denials)
         lacking = self._lacking(key, touch=True)
         if lacking:
-            self._counts.add("lookup_misses")
-            if lacking == "denied":
-                self._counts.add("lookup_denied")
-            self._counts.miss(lacking)
-            return self._miss
+            return self._lacks(key, req_id, lacking)
         if self._announced is not None:
             self._announced.found(key)
         if self._policy is not None and not self._policy.allows(req_id, key):
@@ -181,6 +183,23 @@ class XkvManager:
         if found is Answer.MISS:
             self._counts.miss("unverified")
         return answer
+
+    def _lacks(self, key: bytes, req_id: str, why: str) -> object:
+        """What to answer for a chunk that the card lacks: it may still come from the remote."""
+        remote = self._remote
+        if remote is not None and why != "denied":
+            entries, lookup = self._entries_of(key), self._card.table.lookup
+            waits = remote.waits(req_id, key, lambda key: lacking_objects(self._namespace, key, entries, lookup))
+            if timeouts := remote.take_timeouts():
+                self._counts.add("remote_timeouts", timeouts)
+            if waits:
+                self._counts.add("lookup_remote")
+                return self._words.pending
+        self._counts.add("lookup_misses")
+        if why == "denied":
+            self._counts.add("lookup_denied")
+        self._counts.miss(why)
+        return self._miss
 
     def _verified(self, staging: Staging, key: bytes, req_id: str) -> Answer:
         """What staging says of a chunk that the card holds."""
@@ -404,6 +423,8 @@ class XkvManager:
         self._requests.pop(req_context.req_id, None)
         self._guarded(self._lookup_times.forget, None, req_context.req_id)
         self._live.discard(req_context.req_id)
+        if self._remote is not None:
+            self._guarded(self._remote.forget, None, req_context.req_id)
         if self._staging is not None:
             self._guarded(self._staging.forget, None, req_context.req_id)
         if self._policy is not None:
@@ -412,6 +433,8 @@ class XkvManager:
     def on_schedule_end(self, context: Any = None) -> None:
         """Hand the step's recency and reads to the gateway."""
         self._guarded(self._lookup_times.end_step, None)
+        if self._remote is not None:
+            self._guarded(self._remote.end_step, None)
         if self._staging is not None:
             self._guarded(self._staging.end_step, None)
         if self._touched:
@@ -461,6 +484,8 @@ class XkvManager:
         if self._announced is not None:
             self._guarded(self._announced.reset, None)
         self._stale = set(self._live)
+        if self._remote is not None:
+            self._guarded(self._remote.stop, None)
         if self._staging is not None:
             self._guarded(self._staging.reset, None)
         if self._policy is not None:

@@ -40,6 +40,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
         "Lookups answered later: the object was being verified, or waited for room in the ring",
         "manager",
     ),
+    "lookup_remote": ("Lookups answered later: the remote was being asked, or the object was on its way", "manager"),
+    "remote_timeouts": ("Requests that waited longer than xkv.pending_timeout_ms for the remote", "manager"),
     "lookup_unverified": ("Lookups answered with a miss since the object was not verified in time", "manager"),
     "pending_timeouts": ("Requests that waited longer than xkv.pending_timeout_ms", "manager"),
     "verify_failures": ("Objects that could not be verified", "manager"),
@@ -112,7 +114,8 @@ HISTOGRAMS: Mapping[str, Histogram] = {
         (0.000_01, 0.000_02, 0.000_05, 0.000_1, 0.000_2, 0.000_5, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 1.0),
     ),
     "wait_seconds": Histogram(
-        "How long a request waited for its lookups: for objects to be verified, or for room in the ring", _SECONDS
+        "How long a request waited for its lookups: for objects to be verified, for room in the ring, or for a remote",
+        _SECONDS,
     ),
     "load_seconds": Histogram("From a load job's beginning until all ranks have its bytes in their pages", _SECONDS),
     "load_chunks": Histogram("Chunks of a load job", _CHUNKS),

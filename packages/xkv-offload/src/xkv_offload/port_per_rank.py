@@ -1,20 +1,24 @@
 """A gateway for each rank, as one card (ADR 0011).
 
-Owns: `CardPerRank` and `ReadsPerRank`: the manager's and staging's views of several gateways, of which each has one
-rank's objects.
+Owns: `CardPerRank`, `ReadsPerRank`, `SeeksPerRank`: what the manager, staging and remote lookups see of several
+gateways, of which each has one rank's objects.
 Must not know: how a gateway is reached, vLLM, what a hit is.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from xkv_store.client import Client
+from xkv_store.client_seeks import SoughtObject
+from xkv_store.key import ObjectKey
 from xkv_store.left_out import LeftOut
 
 from .asked_card import Card
 from .attachment import SchedulerCard, StagedReads
 from .entries import on_gateway, split
 from .meter import Totals
+from .remote_lookups import Seeks
 from .staging import Chunk, ReadDone, Reads
 
 
@@ -22,6 +26,12 @@ def card_of(clients: Sequence[Client]) -> Card:
     """The scheduler's card, through its sessions with one gateway or with each rank's."""
     cards = [SchedulerCard(client) for client in clients]
     return CardPerRank(cards) if cards[1:] else cards[0]
+
+
+def seeks_of(clients: Sequence[Client]) -> Seeks:
+    """What asks for objects that the card lacks, through the same."""
+    parts = [client.seeks for client in clients]
+    return SeeksPerRank(parts) if parts[1:] else parts[0]
 
 
 def reads_of(clients: Sequence[Client]) -> Reads:
@@ -105,6 +115,32 @@ class CardPerRank:
         with ExitStack() as closing:
             for card in self._cards:
                 closing.callback(card.close)
+
+
+class SeeksPerRank:
+    """`remote_lookups.Seeks` over the gateways of all ranks: each is asked for its rank's objects."""
+
+    def __init__(self, parts: Sequence[Seeks]) -> None:
+        self._parts = tuple(parts)
+
+    @property
+    def usable(self) -> bool:
+        """See remote_lookups.Seeks: a chunk is of use only with every rank's object, whichever it lacks."""
+        return all(part.usable for part in self._parts)
+
+    def ask(
+        self, objects: Sequence[tuple[ObjectKey, int]], *, fetch: bool, on_answer: Callable[[SoughtObject], None]
+    ) -> None:
+        """See remote_lookups.Seeks."""
+        for rank, part in enumerate(self._parts):
+            places = [index for index, (key, _) in enumerate(objects) if key.rank == rank]
+            if places:
+                own = [objects[index] for index in places]
+                part.ask(own, fetch=fetch, on_answer=partial(_at, places, on_answer))
+
+
+def _at(places: Sequence[int], on_answer: Callable[[SoughtObject], None], answer: SoughtObject) -> None:
+    on_answer(SoughtObject(places[answer.index], answer.status))
 
 
 class ReadsPerRank:

@@ -45,8 +45,9 @@ from .config import parse
 from .copy import make_mover
 from .manager import ManagerOptions, Words, XkvManager
 from .metrics import Makers, definitions
-from .port_per_rank import card_of, reads_of
+from .port_per_rank import card_of, reads_of, seeks_of
 from .rank import RankContext
+from .remote_lookups import RemoteLookups, Seeks
 from .reports import failure_log, step_observer
 from .restore_policy import ChunkFacts, RestorePolicy, Stage
 from .staging import Reads, Staging
@@ -145,6 +146,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             ),
             staging=self._staging(reads, slots=slots, ranks=ranks) if reads is not None else None,
             policy=self._policy(engine, card, reads, ranks) if config.restore_policy == "when_faster" else None,
+            remote=None if adopted.own_because else self._remote(seeks_of(clients), slots),
             words=Words(
                 miss=_framework.LookupResult.MISS,
                 hit=_framework.LookupResult.HIT,
@@ -182,6 +184,14 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             },
             stages=stages,
             loads_in_steps=sync_loads.asked_for(view, self._features),
+        )
+
+    def _remote(self, seeks: Seeks, slots: Sequence[int]) -> RemoteLookups:
+        """Where what the card lacks may come from. `slots`: of a whole chunk of each group on one rank."""
+        return RemoteLookups(
+            seeks,
+            pending_seconds=self._config.pending_timeout_ms / 1000,
+            fragments=dict(zip((group.group_id for group in self._view.groups), slots, strict=True)),
         )
 
     def _staging(self, reads: Reads, *, slots: Sequence[int], ranks: int) -> Staging:

@@ -21,14 +21,12 @@ from .attachment import RANK_TAKEN_MS_MAX, WAITING_HELPS, Attachment, retry_ms
 from .bell import Bell
 from .client_connection import ClientConnection, dial
 from .client_leases import ClientLeases, Leased, LeaseObject
+from .client_seeks import ClientSeeks
 from .client_session import (
     Attached,
     ClientAction,
     ClientState,
-    GetAnswered,
-    LeaseAnswered,
     NamespacesCame,
-    PutAnswered,
     Rejected,
 )
 from .embedded import Starter
@@ -94,6 +92,8 @@ class Client:
         self._flights = Flights()
         self.leases = ClientLeases(self, self._flights, attachment.rank)
         """Of the region that the engine's ranks share, where they share one."""
+        self.seeks = ClientSeeks(self, self._flights)
+        """For what the card lacks, where the gateway has a remote."""
         self._connection: ClientConnection | None = None
         self._connected = False
         self._memory: EngineMemory | None = None
@@ -443,16 +443,10 @@ class Client:
         self.deliver(deliveries)
 
     def _answers(self, action: ClientAction) -> list[Delivery]:
-        if isinstance(action, PutAnswered):
-            return self._flights.stored(action.put, action.objects)
-        if isinstance(action, GetAnswered):
-            return self._flights.loaded(action.get, action.objects)
-        if isinstance(action, LeaseAnswered):
-            return self._flights.leased(action.lease, action.objects)
         if isinstance(action, NamespacesCame):
             self._namespaces.update({own.rank: (own.namespace, own.descriptor) for own in action.ranks})
             self._changed.notify_all()
-        return []
+        return self._flights.answered(action)
 
     def _welcome(self, connection: ClientConnection, welcome: wire.Welcome, fds: Sequence[int]) -> None:
         memory = take_memory(welcome, fds, world_size=self._attachment.world_size, previous=self._memory)
@@ -469,6 +463,7 @@ class Client:
                 )
             self._epoch += 1
             self.leases.term = memory.control.term(self._attachment.rank)
+            self.seeks.usable = welcome.has_remote
             self._connected = True
             self._noted = ""
             self._changed.notify_all()

@@ -48,6 +48,7 @@ from .wire import (
     Welcome,
     decode_from_gateway,
 )
+from .wire_remote import Seek, SeekObject, Sought, SoughtObject
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -127,6 +128,14 @@ class LeaseAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class SeekAnswered:
+    """Answers to objects of a seek, each for the first and only time."""
+
+    seek: int
+    objects: tuple[SoughtObject, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class NamespacesCame:
     """Some of the ranks' namespaces; there may be more to the same ask."""
 
@@ -142,16 +151,19 @@ class TextCame:
     text: str
 
 
-ClientAction = Attached | Rejected | PutAnswered | GetAnswered | LeaseAnswered | NamespacesCame | TextCame
+ClientAction = (
+    Attached | Rejected | PutAnswered | GetAnswered | LeaseAnswered | SeekAnswered | NamespacesCame | TextCame
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """What was outstanding when the connection ended: (number, index) of puts, of gets and of leases."""
+    """What was outstanding when the connection ended: (number, index) of puts, of gets, of leases and of seeks."""
 
     puts: tuple[tuple[int, int], ...]
     gets: tuple[tuple[int, int], ...]
     leases: tuple[tuple[int, int], ...] = ()
+    seeks: tuple[tuple[int, int], ...] = ()
 
 
 class ClientSession:
@@ -164,6 +176,7 @@ class ClientSession:
         self._gets: dict[int, set[int]] = {}
         self._leases: dict[int, set[int]] = {}
         self._lease_objects: dict[int, tuple[LeaseObject, ...]] = {}
+        self._seeks: dict[int, set[int]] = {}
         self._load_region = range(0)
         self._asks: set[int] = set()
         self._last = -1
@@ -190,6 +203,11 @@ class ClientSession:
         self._leases[self._number(number)] = set(range(len(objects)))
         self._lease_objects[number] = objects
         return Lease(number, objects)
+
+    def seek(self, number: int, objects: tuple[SeekObject, ...], *, fetch: bool) -> Seek:
+        """A seek under a number greater than any before."""
+        self._seeks[self._number(number)] = set(range(len(objects)))
+        return Seek(number, objects, fetch)
 
     def release(self, lease: int, indexes: tuple[int, ...]) -> Release:
         """Objects of a lease of this connection that were answered as `OK`, each once."""
@@ -254,6 +272,9 @@ class ClientSession:
                 if lease not in self._leases:
                     del self._lease_objects[lease]
                 return LeaseAnswered(lease, leased)
+            case Sought(seek, sought):
+                _answered(self._seeks, "seek", seek, (answer.index for answer in sought))
+                return SeekAnswered(seek, sought)
             case Namespaces(ask, ranks):
                 self._check_ask(ask)
                 return NamespacesCame(ask, ranks)
@@ -284,7 +305,9 @@ class ClientSession:
             tuple((put, index) for put, indexes in self._puts.items() for index in sorted(indexes)),
             tuple((get, index) for get, indexes in self._gets.items() for index in sorted(indexes)),
             tuple((lease, index) for lease, indexes in self._leases.items() for index in sorted(indexes)),
+            tuple((seek, index) for seek, indexes in self._seeks.items() for index in sorted(indexes)),
         )
+        self._seeks.clear()
         self._puts.clear()
         self._gets.clear()
         self._leases.clear()

@@ -25,6 +25,7 @@ from .gateway import Gateway, GatewayOptions
 from .geometry import DATABASES_MAX, SLOT_BYTES
 from .io_pool import IO_THREADS_DEFAULT, IO_THREADS_MAX
 from .quotas import Quotas
+from .remote_address import EXAMPLE, RemoteAddress
 from .sizes import format_size, parse_size_bytes
 from .tool import NobodyAnswersError, Tool
 
@@ -148,6 +149,10 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
         Optional[str],  # noqa: UP045
         typer.Option(help=f"The address that metrics are served on, with --metrics-port [default: {METRICS_HOST}]."),
     ] = None,
+    remote: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="URL", help=f"Share objects with other machines, for example {EXAMPLE}."),
+    ] = None,
     linger_s: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(min=0, help="End so long after the last session [default: never]."),
@@ -180,6 +185,7 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
         allow_uids=frozenset(allow_uid or ()),
         socket_group=socket_group,
         metrics=None if metrics_port is None else (metrics_host or METRICS_HOST, metrics_port),
+        remote=None if remote is None else RemoteAddress.parse(remote, "--remote"),
     )
     gateway = Gateway(options)
     try:

@@ -17,6 +17,7 @@ from . import sockets, wire
 from .errors import PeerError
 from .session import GatewaySession, State
 from .session_actions import Send
+from .wire_remote import Sought, batches
 
 if TYPE_CHECKING:
     import socket
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .geometry import Geometry
     from .session_actions import Actions
     from .transfers import Party
+    from .wire_remote import SoughtObject
 
 RECEIVES_PER_ROUND_MAX: Final = 16  # then the other connections have their turn
 HELLO_S_MAX: Final = 5.0  # a connection that says nothing holds a descriptor no longer than that
@@ -54,6 +56,7 @@ class Connection:
         self._stored: dict[int, list[wire.StoredObject]] = {}
         self._loaded: dict[int, list[wire.LoadedObject]] = {}
         self._leased: dict[int, list[wire.LeasedObject]] = {}
+        self._sought: dict[int, list[SoughtObject]] = {}
 
     # --- what the transfers call -------------------------------------------------------------------------
 
@@ -72,6 +75,12 @@ class Connection:
         self._leased.setdefault(lease, []).append(answer)
         self._touched.add(self)
 
+    def sought(self, seek: int, answer: SoughtObject) -> None:
+        """Gather an answer until the end of the round; of no use where the peer has gone: nothing waits for seeks."""
+        if self.session.state not in (State.ENDING, State.CLOSED):
+            self._sought.setdefault(seek, []).append(answer)
+            self._touched.add(self)
+
     # --- what the loop calls -----------------------------------------------------------------------------
 
     def take_answers(self) -> Actions:
@@ -86,6 +95,10 @@ class Connection:
         leased, self._leased = self._leased, {}
         for lease, answers_of_lease in leased.items():
             actions += self.session.leased(lease, answers_of_lease)
+        sought, self._sought = self._sought, {}
+        for seek, answers_of_seek in sought.items():
+            for piece in batches(answers_of_seek):
+                actions += self.session.reply(Sought(seek, piece))
         return actions
 
     def receive(self) -> sockets.Packet | None:

@@ -23,6 +23,7 @@ from .errors import MediumError, UserError
 from .gateway import LINGER_S_DEFAULT, Gateway, GatewayOptions
 from .io_pool import IO_THREADS_DEFAULT
 from .private_files import open_private
+from .remote_address import RemoteAddress
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +47,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--linger-s", type=float, default=LINGER_S_DEFAULT)
     parser.add_argument("--io-threads", type=int, default=IO_THREADS_DEFAULT)
     parser.add_argument("--slot-bytes", type=int)
+    parser.add_argument("--remote")
     parser.add_argument("--detach", action="store_true", help="fork twice; without it the starter has done so")
     return parser.parse_args(arguments)
 
@@ -79,7 +81,13 @@ def _serve(options: argparse.Namespace) -> None:
         grace_ms=options.grace_ms,
     )
     gateway = Gateway(
-        GatewayOptions(socket=options.socket, card=card, io_threads=options.io_threads, linger_s=options.linger_s)
+        GatewayOptions(
+            socket=options.socket,
+            card=card,
+            io_threads=options.io_threads,
+            linger_s=options.linger_s,
+            remote=None if options.remote is None else RemoteAddress.parse(options.remote, "xkv.remote"),
+        )
     )
     try:
         log.info("serving %s", gateway.open(card_first=True))

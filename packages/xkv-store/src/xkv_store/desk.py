@@ -27,6 +27,7 @@ from .errors import PeerError
 from .ring import RingUse
 from .session import State
 from .transfers import Party
+from .wire_remote import SoughtObject, SoughtStatus
 from .wire_tools import Purge
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from .attendant import Question
     from .card import Card
     from .prover import Prover
+    from .remote import Remote
     from .session_actions import Actions
     from .transfers import Transfers
 
@@ -69,6 +71,7 @@ class Desk:
         allow_uids: Collection[int],
         boot_id: bytes,
         house: House,
+        remote: Remote | None = None,
     ) -> None:
         self._card = card
         self._transfers = transfers
@@ -76,6 +79,7 @@ class Desk:
         self._allow_uids = allow_uids
         self._boot_id = boot_id
         self._house = house
+        self._remote = remote
         self._table_fd = card.table.fd_read_only()
         self._numbers = 0
         self._parked: list[tuple[Connection, wire.Hello, tuple[int, ...], float]] = []
@@ -166,6 +170,8 @@ class Desk:
                     self._publish(connection, published, adopted=adopted)
                 case actions_of.AnswerTool(question):
                     self._attend(connection, question)
+                case actions_of.StartSeek():
+                    self._seek(connection, action)
                 case actions_of.Close():
                     self._closing(connection)
                 case (
@@ -182,6 +188,13 @@ class Desk:
             connection.left = True
             if connection.party is not None:
                 self._transfers.leave(connection.party)
+
+    def _seek(self, connection: Connection, start: actions_of.StartSeek) -> None:
+        if self._remote is not None:
+            self._remote.seek(connection, start, time.monotonic_ns())
+            return
+        for index in range(len(start.objects)):
+            connection.sought(start.seek, SoughtObject(index, SoughtStatus.FAILED))
 
     def _transfer(self, party: Party, action: actions_of.Transfer) -> None:
         match action:
@@ -356,6 +369,7 @@ class Desk:
             heartbeat_ms=wire.HEARTBEAT_MS,
             ring_use=engine.ring_use if engine is not None else RingUse.OWN,
             lease_slots=lease_slots,
+            has_remote=self._remote is not None,
         )
 
     # --- going -------------------------------------------------------------------------------------------

@@ -53,19 +53,19 @@ if os.fork():
 os.execv(sys.argv[1], sys.argv[1:])
 """
 
-# Makes the package importable by its own last name, wherever it lies, and runs its daemon as __main__. No
+# Makes the package importable by its own last name, wherever it lies, and runs a module of it as __main__. No
 # folder of the surroundings comes on the path, so nothing there can shadow a module or be imported.
 _BOOT: Final = """\
 import importlib.util, os, runpy, sys
 sys.path[:] = [entry for entry in sys.path if entry]
-folder, name = sys.argv[1:3]
-del sys.argv[1:3]
+folder, name, wanted = sys.argv[1:4]
+del sys.argv[1:4]
 spec = importlib.util.spec_from_file_location(
     name, os.path.join(folder, "__init__.py"), submodule_search_locations=[folder])
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
-runpy.run_module(name + ".daemon", run_name="__main__", alter_sys=True)
+runpy.run_module(name + "." + wanted, run_name="__main__", alter_sys=True)
 """
 
 
@@ -80,6 +80,7 @@ class EmbeddedCard:
     linger_s: float | None = None
     io_threads: int | None = None
     slot_bytes: int | None = None
+    remote: str | None = None
 
 
 def daemon_arguments(card: EmbeddedCard, socket: Path) -> list[str]:
@@ -92,6 +93,7 @@ def daemon_arguments(card: EmbeddedCard, socket: Path) -> list[str]:
         "--linger-s": card.linger_s,
         "--io-threads": card.io_threads,
         "--slot-bytes": card.slot_bytes,
+        "--remote": card.remote,
     }
     for option, value in settings.items():
         if value is not None:
@@ -113,6 +115,14 @@ def daemon_environment(environ: Mapping[str, str], path: Iterable[str]) -> dict[
     folders = dict.fromkeys(str(Path(entry).absolute()) for entry in path)  # "" is the present folder
     kept["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if os.pathsep not in folder)
     return kept
+
+
+def boot_command(module: str) -> list[str]:
+    """What runs a module of this package as a program, in `daemon_environment`; its arguments follow."""
+    package = Path(__file__).resolve().parent
+    name = (__package__ or package.name).rpartition(".")[2]
+    # -S: neither sitecustomize nor .pth files run; what they put on the path is in PYTHONPATH already.
+    return [sys.executable, "-S", "-c", _BOOT, str(package), name, module]
 
 
 def start_detached(card: EmbeddedCard, socket: Path) -> bool:
@@ -184,10 +194,7 @@ class Starter:
 
 
 def _launch(card: EmbeddedCard, socket: Path, lock_fd: int) -> None:
-    package = Path(__file__).resolve().parent
-    name = (__package__ or package.name).rpartition(".")[2]
-    # -S: neither sitecustomize nor .pth files run; what they put on the path is in PYTHONPATH already.
-    daemon = [sys.executable, "-S", "-c", _BOOT, str(package), name, *daemon_arguments(card, socket)]
+    daemon = [*boot_command("daemon"), *daemon_arguments(card, socket)]
     log_fd = _open_log(card.folder)
     try:
         launcher = subprocess.Popen(

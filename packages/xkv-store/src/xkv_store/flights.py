@@ -11,19 +11,23 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .client_session import GetAnswered, LeaseAnswered, PutAnswered, SeekAnswered
 from .wire import LeasedObject, LoadedObject, LoadStatus, StoredObject, StoreStatus
+from .wire_remote import SoughtObject, SoughtStatus
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from . import wire
-    from .client_session import ClientSession, Lost
+    from .client_session import ClientAction, ClientSession, Lost
     from .key import ObjectKey
     from .ring import SlotRegion
+    from .wire_remote import SeekObject
 
     OnStored = Callable[[StoredObject], None]
     OnLoaded = Callable[[LoadedObject], None]
     OnLeased = Callable[["Leased"], None]
+    OnSought = Callable[[SoughtObject], None]
     Begin = Callable[[ClientSession, int], wire.FromClient]
 
 log = logging.getLogger(__name__)
@@ -103,7 +107,15 @@ class LeasedDelivery:
     on_answer: OnLeased
 
 
-Delivery = StoredDelivery | LoadedDelivery | LeasedDelivery
+@dataclass(frozen=True, slots=True)
+class SoughtDelivery:
+    """An answer on its way to a caller."""
+
+    answer: SoughtObject
+    on_answer: OnSought
+
+
+Delivery = StoredDelivery | LoadedDelivery | LeasedDelivery | SoughtDelivery
 
 
 @dataclass(slots=True)
@@ -131,13 +143,21 @@ class _Lease:
     on_answer: OnLeased
 
 
+@dataclass(slots=True)
+class _Seek:
+    base: int
+    indexes: set[int]
+    on_answer: OnSought
+
+
 class Flights:
-    """Puts, gets and leases by the number of their message; the messages of the latter by the caller's number, too."""
+    """Puts, gets, leases and seeks by the number of their message; messages of gets and leases by the caller's, too."""
 
     def __init__(self) -> None:
         self._puts: dict[int, _Put] = {}
         self._gets: dict[int, _Get] = {}
         self._leases: dict[int, _Lease] = {}
+        self._seeks: dict[int, _Seek] = {}
         self._messages: dict[int, set[int]] = {}
 
     def add_put(self, number: int, *, base: int, slots: Sequence[tuple[int, ...]], on_answer: OnStored) -> None:
@@ -195,6 +215,29 @@ class Flights:
 
         return begin
 
+    def seeking(self, piece: tuple[SeekObject, ...], *, fetch: bool, base: int, on_answer: OnSought) -> Begin:
+        """A seek of these objects."""
+
+        def begin(session: ClientSession, number: int) -> wire.FromClient:
+            self._seeks[number] = _Seek(base, set(range(len(piece))), on_answer)
+            return session.seek(number, piece, fetch=fetch)
+
+        return begin
+
+    def answered(self, action: ClientAction) -> list[Delivery]:
+        """Whom to tell of what has come; nobody where it is no answer to any of these."""
+        match action:
+            case PutAnswered(put, stored):
+                return self.stored(put, stored)
+            case GetAnswered(get, loaded):
+                return self.loaded(get, loaded)
+            case LeaseAnswered(lease, leased):
+                return self.leased(lease, leased)
+            case SeekAnswered(seek, sought):
+                return self.sought(seek, sought)
+            case _:
+                return []
+
     def messages_of(self, get: int) -> tuple[int, ...]:
         """The messages of a get of which something is outstanding."""
         return tuple(sorted(self._messages.get(get, ())))
@@ -250,6 +293,18 @@ class Flights:
             self._message_over(flight.get, number)
         return deliveries
 
+    def sought(self, number: int, objects: Iterable[SoughtObject]) -> list[Delivery]:
+        """Answers have come."""
+        flight = self._seeks[number]
+        deliveries: list[Delivery] = []
+        for answer in objects:
+            flight.indexes.remove(answer.index)
+            moved = SoughtObject(flight.base + answer.index, answer.status)
+            deliveries.append(SoughtDelivery(moved, flight.on_answer))
+        if not flight.indexes:
+            del self._seeks[number]
+        return deliveries
+
     def _message_over(self, get: int, number: int) -> None:
         messages = self._messages[get]
         messages.remove(number)
@@ -265,6 +320,8 @@ class Flights:
             deliveries += self.loaded(number, [LoadedObject(index, LoadStatus.FAILED, 0, 0)])
         for number, index in lost.leases:
             deliveries += self.leased(number, [LeasedObject(index, LoadStatus.FAILED, 0, 0, ())])
+        for number, index in lost.seeks:
+            deliveries += self.sought(number, [SoughtObject(index, SoughtStatus.FAILED)])
         return deliveries
 
 
@@ -286,4 +343,6 @@ def _call(delivery: Delivery) -> None:
         case LoadedDelivery():
             delivery.on_answer(delivery.answer)
         case LeasedDelivery():
+            delivery.on_answer(delivery.answer)
+        case SoughtDelivery():
             delivery.on_answer(delivery.answer)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from .exporter import Exporter
+    from .remote import Remote
+    from .remote_address import RemoteAddress
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class GatewayOptions:
     allow_uids: frozenset[int] = frozenset()
     socket_group: str | None = None
     metrics: tuple[str, int] | None = None
+    remote: RemoteAddress | None = None
 
 
 class Gateway:
@@ -115,9 +118,18 @@ class Gateway:
         self._card = Card.open(options.card)
         if self._listener is None:
             self._listener = self._listen()
-        self._loop = _Loop(self, options, self._listener, self._card, self._exporter)
+        self._loop = _Loop(self, options, self._listener, self._card, self._exporter, self._remote())
         if self._exporter is not None:
             self._exporter.start()
+
+    def _remote(self) -> Remote | None:
+        if self._options.remote is None:
+            return None
+        # Not at the top: most gateways have none.
+        from .remote import Remote  # noqa: PLC0415
+
+        assert self._card is not None
+        return Remote(self._card, self._options.remote)
 
     def _listen(self) -> Listener:
         options = self._options
@@ -199,10 +211,17 @@ class Gateway:
 class _Loop:
     """The event loop of an open gateway."""
 
-    def __init__(
-        self, gateway: Gateway, options: GatewayOptions, listener: Listener, card: Card, exporter: Exporter | None
+    def __init__(  # noqa: PLR0917  made in one place, of what the gateway has opened
+        self,
+        gateway: Gateway,
+        options: GatewayOptions,
+        listener: Listener,
+        card: Card,
+        exporter: Exporter | None,
+        remote: Remote | None,
     ) -> None:
         self._gateway = gateway
+        self._remote = remote
         self._linger_s = options.linger_s
         self._listener = listener
         self._card = card
@@ -217,11 +236,14 @@ class _Loop:
             allow_uids=options.allow_uids,
             boot_id=card.boot_id,
             house=gateway,
+            remote=remote,
         )
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)
         self._selector.register(self._pool, selectors.EVENT_READ, self._pool)
         self._selector.register(self._committer, selectors.EVENT_READ, self._committer)
+        for file in remote.files if remote is not None else ():
+            self._selector.register(file, selectors.EVENT_READ, file)
         self._exporter = exporter
         if exporter is not None:
             self._selector.register(exporter, selectors.EVENT_READ, exporter)
@@ -246,7 +268,11 @@ class _Loop:
 
     def status(self) -> dict[str, Any]:
         """The desk's view."""
-        return {**self._desk.status(), "draining": self._desk.draining}
+        status = {**self._desk.status(), "draining": self._desk.draining}
+        if self._remote is not None:
+            status["remote"] = self._remote.status()
+            status["counters"] |= self._remote.counters()
+        return status
 
     def figures(self, status: Mapping[str, Any]) -> Figures:
         """A snapshot, with what a status does not say."""
@@ -265,6 +291,8 @@ class _Loop:
         """End the threads; False when one hangs in an I/O call and the card must be left as it is."""
         committed = self._committer.close()
         moved = self._pool.close()
+        if self._remote is not None:
+            moved = self._remote.close() and moved
         if committed and moved:
             self._desk.close()
         else:
@@ -293,6 +321,8 @@ class _Loop:
         self._commits()
         now_ns = time.monotonic_ns()
         self._transfers.begin(now_ns)
+        if self._remote is not None:
+            self._remote.step(now_ns)
         beating = now_ns >= self._next_beat_ns
         if beating:
             self._beat(now_ns)
@@ -367,11 +397,17 @@ class _Loop:
             return
         batch, error = ended
         if error is None:
-            self._transfers.confirmed(self._card.confirmed(batch))
+            plans = self._card.confirmed(batch)
+            self._transfers.confirmed(plans)
+            if self._remote is not None:
+                self._remote.confirmed(plans)
             return
         log.error("the index was not committed: %s", error)
         self._commit_after_ns = time.monotonic_ns() + COMMIT_RETRY_NS
-        self._transfers.commit_failed(self._card.commit_failed(batch))
+        plans = self._card.commit_failed(batch)
+        self._transfers.commit_failed(plans)
+        if self._remote is not None:
+            self._remote.commit_failed(plans)
 
     def _begin_commit(self, now_ns: int) -> None:
         if self._committer.idle and now_ns >= self._commit_after_ns:
@@ -391,6 +427,8 @@ class _Loop:
             self._drain_since_s = now_s
             self._next_beat_ns = 0
             self._desk.drain()
+            if self._remote is not None:
+                self._remote.drain()
 
     def _end_if_deleted(self) -> None:
         if not self._gateway.stop_wanted and self._card.deleted:
@@ -408,7 +446,8 @@ class _Loop:
         if waited_s > DRAIN_S_MAX + DRAIN_WITHDRAWN_S_MAX:
             log.error("%d objects still in flight; ending without them", self._transfers.in_flight)
             return True
-        return not self._transfers.in_flight and self._committer.idle and not self._desk.connections
+        in_flight = self._transfers.in_flight + (self._remote.in_flight if self._remote is not None else 0)
+        return not in_flight and self._committer.idle and not self._desk.connections
 
 
 def fitting_json(status: dict[str, Any], lists: Sequence[str]) -> str:

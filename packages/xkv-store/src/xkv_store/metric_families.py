@@ -7,7 +7,7 @@ Must not know: how the figures are had, or who asks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
@@ -39,6 +39,45 @@ class Count:
         return (self.of,) if isinstance(self.of, str) else tuple(self.of.values())
 
 
+REMOTE_COUNTS: Final = (
+    Count(
+        "remote_asked_objects",
+        "Objects that the remote was asked for: found, absent, or failed where nobody knows",
+        {one: f"remote_asked_{one}" for one in ("found", "absent", "failed")},
+        "result",
+    ),
+    Count(
+        "remote_fetched_objects",
+        "Objects that were to come from the remote, by what became of them",
+        {
+            "ok": "remote_fetches",
+            **{
+                one: f"remote_fetches_{one}"
+                for one in ("absent", "corrupt", "failed", "held", "not_admitted", "refused")
+            },
+        },
+        "result",
+    ),
+    Count("remote_fetched_bytes", "Bytes of objects that came from the remote", "remote_fetch_bytes"),
+    Count(
+        "remote_stored_objects",
+        "Objects that were to go to the remote, by what became of them",
+        {
+            "ok": "remote_stores",
+            **{one: f"remote_stores_{one}" for one in ("held", "shed", "failed", "gone", "too_large")},
+        },
+        "result",
+    ),
+    Count("remote_stored_bytes", "Bytes of objects that went to the remote", "remote_store_bytes"),
+    Count(
+        "remote_late_calls",
+        "Calls of the remote's library that took too long and ended its process",
+        {one: f"remote_late_{one}" for one in ("look", "load", "store")},
+        "lane",
+    ),
+    Count("remote_starts", "Starts of the process that calls the remote's library", "remote_starts"),
+    Count("remote_ends", "Ends of that process", "remote_ends"),
+)
 COUNTS: Final = (
     Count(
         "load_objects",
@@ -97,6 +136,7 @@ COUNTS: Final = (
     Count("verified_objects", "Objects proved by them", "verified_objects"),
     Count("verified_damaged_objects", "Objects found damaged by them", "verified_damaged"),
     Count("purges", "Messages of tools by which objects were to leave", "purges"),
+    *REMOTE_COUNTS,
 )
 # What the gateway counts twice over: how the card answered, beside what the session was told.
 ELSEWHERE: Final = frozenset(
@@ -160,6 +200,7 @@ def _gauges(figures: Figures) -> Iterator[Metric]:
     yield GaugeMetricFamily(
         f"{PREFIX}direct_io", "1: the page cache of the kernel is passed by (O_DIRECT)", int(status["direct"])
     )
+    yield from _remote(status)
     yield _labelled("card_slots", "Slots of the card, by what they are just now", "state", status["slots"])
     sessions = {role.value: figures.roles.get(role.value, 0) for role in Role}
     yield _labelled("sessions", "Attached sessions", "role", sessions)
@@ -167,6 +208,22 @@ def _gauges(figures: Figures) -> Iterator[Metric]:
     info = GaugeMetricFamily(f"{PREFIX}gateway_info", "Always 1; who it is", labels=["version", "protocol", "card"])
     info.add_metric([status["version"], str(status["protocol"]), status["card_uuid"]], 1)
     yield info
+
+
+def _remote(status: Mapping[str, Any]) -> Iterator[Metric]:
+    """Nothing where there is no remote."""
+    remote = status.get("remote")
+    if remote is None:
+        return
+    up = {"calls": remote["state"] == "up"}
+    if remote["segment_state"] != "none":
+        up["segment"] = remote["segment_state"] == "up"
+    yield _labelled("remote_up", "1: the process of that part is set up with the remote's master", "part", up)
+    for name, text in (
+        ("fetching", "Objects that are awaited from the remote"),
+        ("storing", "Objects on their way to it"),
+    ):
+        yield GaugeMetricFamily(f"{PREFIX}remote_{name}_objects", text, remote[name])
 
 
 def _namespaces(status: Mapping[str, object]) -> Iterator[Metric]:

@@ -33,6 +33,7 @@ from .session_actions import (
     StartGet,
     StartLease,
     StartPut,
+    StartSeek,
     StopGateway,
     VerifyCard,
 )
@@ -74,6 +75,7 @@ from .wire import (
     split_loaded,
     split_stored,
 )
+from .wire_remote import Seek, Sought
 from .wire_tools import Explain, Explained, ListedNamespaces, ListedObjects, ListNamespaces, ListObjects, Purge, Purged
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ if TYPE_CHECKING:
 
     from .geometry import Geometry
 
-Reply = Namespaces | Status | Done | Verifying | ListedNamespaces | ListedObjects | Purged | Explained
+Reply = Namespaces | Status | Done | Verifying | Sought | ListedNamespaces | ListedObjects | Purged | Explained
 
 HELLO_DESCRIPTORS: Final = (0, 2)
 """None, or the ring and the control page of an earlier life of the gateway."""
@@ -140,7 +142,7 @@ TRANSITIONS: Final[dict[tuple[State, Event], State]] = {
 }
 
 PERMITTED: Final[dict[Role, frozenset[type]]] = {
-    Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, Get, Cancel, AskStatus}),
+    Role.SCHEDULER: frozenset({AskNamespaces, PublishNamespace, Touch, Get, Cancel, AskStatus, Seek}),
     Role.RANK: frozenset({PublishNamespace, Put, Get, Lease, Release, Cancel, AskStatus}),
     Role.TOOL: frozenset({AskStatus, Stop, Verify, ListNamespaces, ListObjects, Purge, Explain}),
 }
@@ -222,6 +224,9 @@ class GatewaySession:
             case PublishNamespace(namespace, descriptor):
                 self.published = RankNamespace(hello.rank, namespace, descriptor)
                 return [RecordNamespace(self.published, adopted=hello.role is Role.SCHEDULER)]
+            case Seek(seek, objects, fetch):
+                wanted = tuple((ObjectKey.decode(one.key), one.fragments) for one in objects)
+                return [StartSeek(seek, wanted, fetch)]
             case _:
                 return [_plain_action(message)]
 

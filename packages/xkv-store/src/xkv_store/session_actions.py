@@ -81,6 +81,15 @@ class StartLease:
 
 
 @dataclass(frozen=True, slots=True)
+class StartSeek:
+    """Look for these (key, fragments at the most) at the remote, and with `fetch` bring them; each is answered once."""
+
+    seek: int
+    objects: tuple[tuple[ObjectKey, int], ...]
+    fetch: bool
+
+
+@dataclass(frozen=True, slots=True)
 class DropLease:
     """The session does not need these slots any more."""
 
@@ -163,6 +172,7 @@ Action = (
     Send
     | Admit
     | Transfer
+    | StartSeek
     | RecordTouch
     | RecordNamespace
     | ReportNamespaces

@@ -14,6 +14,7 @@ import msgspec
 
 from .errors import PeerError
 from .ring import RingUse
+from .wire_remote import Seek, Sought
 from .wire_tools import (
     Explain,
     Explained,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 MAGIC: Final = b"XKV1"
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 SESSIONS_MAX: Final = 1_024
 """Each session costs the gateway file descriptors."""
@@ -296,7 +297,7 @@ class Welcome(Message, frozen=True):
     """The session is attached. A tool gets no ring, so no slots and no descriptors.
 
     `lease_slots`: where it is not 0, the load region is shared with the engine's other ranks, and the session may hold
-    so many slots of it.
+    so many slots of it. `has_remote`: `Seek` is of use.
     """
 
     version: U32
@@ -311,6 +312,7 @@ class Welcome(Message, frozen=True):
     heartbeat_ms: U32
     ring_use: RingUse = RingUse.OWN
     lease_slots: U32 = 0
+    has_remote: bool = False
 
 
 class Refused(Message, frozen=True):
@@ -376,8 +378,8 @@ class Verifying(Message, frozen=True):
 
 
 FromRank = Hello | PublishNamespace | AskNamespaces | Put | Get | Lease | Release | Touch | Cancel | AskStatus
-FromClient = FromRank | Stop | Verify | ListNamespaces | ListObjects | Purge | Explain
-ToEngine = Welcome | Refused | Namespaces | Stored | Loaded | Leased | Status
+FromClient = FromRank | Seek | Stop | Verify | ListNamespaces | ListObjects | Purge | Explain
+ToEngine = Welcome | Refused | Namespaces | Stored | Loaded | Leased | Sought | Status
 FromGateway = ToEngine | Done | Verifying | ListedNamespaces | ListedObjects | Purged | Explained
 
 _Wire = TypeVar("_Wire")

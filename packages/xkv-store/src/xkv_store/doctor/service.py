@@ -194,11 +194,36 @@ def _examine_status(status: Mapping[str, Any], *, pid: int, fragment_bytes: int 
         what = f"{counters['commits_failed']} commits of the index failed in this life of the gateway"
         remedy = f"look at its log; make room on the file system of {status['card']}"
         found.append(warning("damage", what, "what they would have confirmed was not stored", remedy))
+    if "remote" in status:
+        found += _examine_remote(status["remote"], counters)
     slots = status["slots"]
     free = format_size(int(slots["free"]) * slot_bytes)
     capacity = format_size(int(status["capacity_bytes"]))
     text = f"answers (pid {pid}): {status['objects']} objects, {free} of {capacity} free"
     return [ok("gateway", text), *found]
+
+
+def _examine_remote(remote: Mapping[str, Any], counters: Mapping[str, int]) -> list[Finding]:
+    """Whether the gateway reaches the remote behind its card, and how it goes."""
+    found = []
+    master = remote["master"]
+    misses = "what the card lacks is a miss, and nothing goes to other machines; the card itself serves as ever"
+    remedy = f"see that the master at {master} runs and is reached from here; the gateway finds it by itself"
+    if remote["state"] != "up":
+        found.append(warning("remote", f"the remote at {master} is not there: {remote['reason']}", misses, remedy))
+    if remote["segment_state"] not in {"up", "none"}:
+        what = f"this machine's {format_size(remote['segment_bytes'])} are not in the pool: {remote['segment_reason']}"
+        found.append(warning("remote", what, "other machines have that much less room", remedy))
+    late = sum(counters.get(f"remote_late_{lane}", 0) for lane in ("look", "load", "store"))
+    if late:
+        what = f"{late} calls to the remote took too long in this life of the gateway"
+        follows = "each was a miss, or an object that did not go there"
+        found.append(warning("remote", what, follows, f"look at the network between this machine and {master}"))
+    if counters.get("remote_fetches_corrupt", 0):
+        what = f"{counters['remote_fetches_corrupt']} objects came from the remote other than they went there"
+        found.append(warning("remote", what, "each was a miss", "look for a machine whose memory or network fails"))
+    came, went = counters.get("remote_fetches", 0), counters.get("remote_stores", 0)
+    return found or [ok("remote", f"{master} answers ({remote['host']}): {came} objects came, {went} went")]
 
 
 def _lstat(path: Path) -> os.stat_result | None:

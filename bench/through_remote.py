@@ -1,0 +1,224 @@
+"""Put and get through gateways with a remote, against the remote's own library on as many bytes: one JSON line.
+
+Owns: the rounds, in which both are measured in turn, and what their ratios are of.
+Must not know: how a gateway uses the library.
+
+    python bench/through_remote.py [--json] [--folder DIR]
+
+The library's package has to be importable (requirements/remote.txt); a master is started here. Each round has keys
+of its own; the library reads what the gateway has put, and the other way round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+
+from gateways import MIB, BenchGateway, object_key
+from remote.master import Master
+from xkv_store.client import GetObject, PutObject, Role
+from xkv_store.geometry import HEADER_BYTES, Geometry
+from xkv_store.remote_child import LIBRARY
+from xkv_store.remote_format import remote_bytes, remote_key
+from xkv_store.remote_memory import RemoteMemory
+from xkv_store.tool import Tool
+from xkv_store.wire import LoadStatus, StoreStatus
+from xkv_store.wire_remote import SoughtStatus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+GEOMETRY: Final = Geometry()
+LENGTH: Final = 16 * GEOMETRY.fragment_bytes
+FRAGMENTS: Final = GEOMETRY.fragments(LENGTH)
+SENT: Final = remote_bytes(LENGTH, GEOMETRY)
+OBJECTS: Final = 64
+ROUNDS: Final = 5
+BATCH: Final = 8  # of one call of the library: as many bytes as the gateway takes together
+RING_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes
+WAIT_S_MAX: Final = 60.0
+POLL_S: Final = 0.01  # each look costs the gateway as much as a small put
+NAMESPACE: Final = os.urandom(16)
+HOST: Final = "127.0.0.1"
+
+
+def main() -> int:
+    """Measure; 0 where everything was answered as it had to be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print the last line alone")
+    parser.add_argument("--folder", type=Path, help="on the file system of the cards")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-")))
+        master = stack.enter_context(Master(folder, HOST, ()))
+        bench = stack.enter_context(closing(_Bench(folder, master.address)))
+        seconds: dict[str, list[float]] = {"library put": [], "put": [], "library get": [], "get": []}
+        for number in range(ROUNDS + 1):
+            found = bench.round(number)
+            for name, took in found.items():
+                if number:  # the first touches every page of every memory
+                    seconds[name].append(took)
+    rates = {name: OBJECTS * SENT / statistics.median(took) / 1e9 for name, took in seconds.items()}
+    if not options.json:
+        for name, rate in rates.items():
+            print(f"{name:12} {rate:6.2f} GB/s")
+    value = {f"{name.replace(' ', '_')}_gb_s": round(rate, 3) for name, rate in rates.items()}
+    value["put_vs_library"] = round(rates["put"] / rates["library put"], 3)
+    value["get_vs_library"] = round(rates["get"] / rates["library get"], 3)
+    print(json.dumps(value), flush=True)
+    return 0
+
+
+class _Bench:
+    """Two gateways, and the library in this process."""
+
+    def __init__(self, folder: Path, master: str) -> None:
+        self._gateways = []
+        for name in ("a", "b"):
+            own = folder / name
+            own.mkdir()
+            url = f"mooncake://{master}?host={HOST}&segment=1GiB"
+            self._gateways.append(BenchGateway(own, ["--capacity", "8GiB", "--remote", url]))
+        self._put_client, self._get_client = (one.attach(ring_bytes=RING_BYTES) for one in self._gateways)
+        self._scheduler = self._gateways[1].attach(Role.SCHEDULER, ring_bytes=RING_BYTES)
+        self._memory = RemoteMemory(2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes, GEOMETRY)
+        self._library: Any = importlib.import_module(f"{LIBRARY}.store").MooncakeDistributedStore()
+        self._check(self._library.setup(HOST, "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", master) == 0)
+        place = self._memory.take(OBJECTS * FRAGMENTS, is_store=False)
+        assert place is not None
+        self._slots = self._memory.views(place, OBJECTS * FRAGMENTS)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._slots[0]))
+        self._check(self._library.register_buffer(self._base, len(self._slots) * GEOMETRY.slot_bytes) == 0)
+        for gateway in self._gateways:
+            self._until(lambda gateway=gateway: self._remote(gateway)["segment_state"] == "up")  # type: ignore[misc]
+            self._until(lambda gateway=gateway: self._remote(gateway)["state"] == "up")  # type: ignore[misc]
+
+    def close(self) -> None:
+        for client in (self._put_client, self._get_client, self._scheduler):
+            client.close()
+        self._library.close()
+        for gateway in self._gateways:
+            gateway.kill()
+
+    def round(self, number: int) -> dict[str, float]:
+        """Each in turn, on keys of this round. What was put is taken out of the pool again."""
+        keys = [object_key(NAMESPACE, number * OBJECTS + index) for index in range(OBJECTS)]
+        names = [remote_key(key.encode(), GEOMETRY) for key in keys]
+        other = [f"bench-{name}" for name in names]
+        found = {
+            "library put": self._timed(lambda: self._library_put(other)),
+            "put": self._timed(lambda: self._put(keys)),
+            "library get": self._timed(lambda: self._library_get(names)),
+            "get": self._timed(lambda: self._get(keys)),
+        }
+        time.sleep(1.2)  # until the master's leases have ended
+        self._library.batch_remove([*names, *other])
+        return found
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        begun = time.perf_counter()
+        work()
+        return time.perf_counter() - begun
+
+    def _library_put(self, names: list[str]) -> None:
+        for at in range(0, OBJECTS, BATCH):
+            codes = self._library.batch_put_from(names[at : at + BATCH], self._addresses(at), [SENT] * BATCH)
+            self._check(set(codes) == {0})
+
+    def _library_get(self, names: list[str]) -> None:
+        for at in range(0, OBJECTS, BATCH):
+            codes = self._library.batch_get_into(names[at : at + BATCH], self._addresses(at), [SENT] * BATCH)
+            self._check(set(codes) == {SENT})
+
+    def _addresses(self, at: int) -> list[int]:
+        return [self._base + index * FRAGMENTS * GEOMETRY.slot_bytes for index in range(at, at + BATCH)]
+
+    def _put(self, keys: list[Any]) -> None:
+        """Until the remote has everything."""
+        client, told = self._put_client, self._gateways[0]
+        before = self._counted(told, "remote_stores")
+        objects = []
+        for position, key in enumerate(keys):
+            slots = client.store_region.take(FRAGMENTS)
+            assert slots is not None
+            for slot in slots:  # other bytes in each round: what is not touched costs nothing
+                client.ring.slot(slot)[HEADER_BYTES : HEADER_BYTES + 8] = os.urandom(8)
+            objects.append(PutObject(key, LENGTH, slots, 1, position, replace=False))
+        statuses = _answers(lambda on_answer: client.put(objects, on_answer), len(keys))
+        self._check(statuses == {StoreStatus.CONFIRMED})
+        self._until(lambda: self._counted(told, "remote_stores") - before == len(keys))
+
+    def _get(self, keys: list[Any]) -> None:
+        """From the first question until the bytes are in the engine's ring."""
+        wanted = [(key, FRAGMENTS) for key in keys]
+        ask = self._scheduler.seeks.ask
+        for fetch in (False, True):
+            self._check(
+                _answers(lambda on: ask(wanted, fetch=fetch, on_answer=on), len(keys)) == {SoughtStatus.FOUND}  # noqa: B023
+            )
+        client = self._get_client
+        objects = []
+        for key in keys:
+            slots = client.load_region.take(FRAGMENTS)
+            assert slots is not None
+            objects.append(GetObject(key, slots, 0))
+        statuses = _answers(lambda on_answer: client.get(objects, on_answer), len(keys))
+        self._check(statuses == {LoadStatus.OK})
+        for one in objects:
+            client.load_region.give(one.slots)
+
+    def _remote(self, gateway: BenchGateway) -> dict[str, Any]:
+        return dict(self._status(gateway)["remote"])
+
+    def _counted(self, gateway: BenchGateway, name: str) -> int:
+        return int(self._status(gateway)["counters"].get(name, 0))
+
+    def _status(self, gateway: BenchGateway) -> dict[str, Any]:
+        with closing(Tool(gateway.socket)) as tool:
+            value: dict[str, Any] = json.loads(tool.status())
+        return value
+
+    def _until(self, check: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S_MAX
+        while not check():
+            if time.monotonic() > deadline:
+                raise TimeoutError("the remote does not come, or does not take everything")
+            time.sleep(POLL_S)
+
+    @staticmethod
+    def _check(is_right: bool) -> None:
+        if not is_right:
+            raise RuntimeError("something was not answered as it had to be")
+
+
+def _answers(begin: Callable[[Callable[[Any], None]], object], count: int) -> set[int]:
+    """Begin something, and the statuses of its answers when all have come."""
+    answered = threading.Semaphore(0)
+    statuses: list[int] = []
+
+    def on_answer(answer: Any) -> None:
+        statuses.append(answer.status)
+        answered.release()
+
+    begin(on_answer)
+    for _ in range(count):
+        if not answered.acquire(timeout=WAIT_S_MAX):
+            raise TimeoutError(f"{len(statuses)} of {count} objects were answered")
+    return set(statuses)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
