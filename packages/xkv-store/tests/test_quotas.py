@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from xkv_store import cli
@@ -219,6 +219,7 @@ STEPS = st.lists(
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
+@example(steps=[("put", A, 2, 3), ("lose", A, 0, 3), ("put", A, 2, 3)])  # keys that share a tag
 def test_accounts_are_exact_whatever_happens(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, bytes, int, int]]
 ) -> None:
