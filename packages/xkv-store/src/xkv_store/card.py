@@ -171,7 +171,7 @@ class Card:
             self._chunk_rests(plan.encoded_key)
             self._give(plan.extents)
             return
-        old = self._record(plan.encoded_key, plan.key)
+        old = self._record(plan.encoded_key)  # not by the table: where tags are equal, another chunk takes a bit along
         ghost = None
         if old is not None:
             self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
