@@ -325,15 +325,14 @@ def test_what_cannot_be_loaded_is_not_used(fresh: Path, caplog: pytest.LogCaptur
     assert "is not used" in caplog.text
 
 
-@pytest.mark.parametrize("kept", [0, 63, 64, 1_000, 4_096, 8_192, 0.5, 0.9, -1])
+@pytest.mark.parametrize("kept", [0, 63, 64, 1_000, 4_096, 8_192, -2_000, -700, -1])
 def test_a_library_that_was_cut_short_is_not_used(
-    fresh: Path, built: Path | None, kept: float, caplog: pytest.LogCaptureFixture
+    fresh: Path, built: Path | None, kept: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To load one would be the end of this process."""
     if built is None:
         return
-    whole = built.read_bytes()
-    fresh.write_bytes(whole[: int(kept * len(whole)) if isinstance(kept, float) else kept])
+    fresh.write_bytes(built.read_bytes()[:kept])
     assert native.path_word() == "python"
     assert "is not used" in caplog.text
 
