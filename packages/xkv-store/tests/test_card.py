@@ -87,6 +87,23 @@ def test_what_is_put_is_got_also_by_the_next_life(make: Make, length: int) -> No
     assert driver.card.slots()["used"] == Geometry(SLOT).fragments(length)
 
 
+def test_chunks_of_one_tag_take_no_slots_that_nobody_gives_back(make: Make) -> None:
+    """The lookup table tells them not apart: with one of them the bit of both goes."""
+    driver = make()
+    one, other = (ObjectKey(b"namespace-of-16b", 0, b"the same" + bytes([n]) * 24, 0) for n in range(2))
+    assert one.tag == other.tag
+    for number, key in enumerate((one, other, one, other, one, other)):
+        driver.put(key, data_of(number))
+        plan = driver.card.begin_get(one, driver.now_ns)
+        assert plan is not None
+        driver.card.end_get(plan)
+        driver.card.purge(one.encode(), plan.generation, driver.now_ns)
+        driver.commit()
+    driver.settle(2 * GRACE_MS)
+    held = sum(key is not None for key in map(driver.get, (one, other)))
+    assert driver.card.objects == driver.card.slots()["used"] == held
+
+
 def test_a_usual_slot_works_with_direct_io(make: Make) -> None:
     """The default geometry, so that alignment is that of production."""
     driver = make(slots=12, slot_bytes=262_144)

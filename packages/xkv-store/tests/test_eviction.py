@@ -289,6 +289,18 @@ def test_a_namespace_alone_leaves_however_many_others_stand_before_it() -> None:
     assert card.evict(steps=2 * PASS_ENTRIES_MAX, chooser=own) == [last]
 
 
+def test_a_namespace_alone_leaves_though_what_is_others_is_older_in_other_parts_of_the_order() -> None:
+    """Others' entries are no candidates: hands that are at them by turns would be chosen for ever."""
+    card = FakeCard()
+    for number in range(8):
+        card.add(key_of(number), number)
+    for number in range(4):
+        card.refile(key := key_of(number).encode(), card.records[key]._replace(family=OFTEN | number))
+    card.add(last := key_of(8), 8)
+    card.refile(last.encode(), card.records[last.encode()]._replace(family=AGAIN | 9))
+    assert card.evict(chooser=Chooser(card.recency, only=last.encode())) == [last]
+
+
 def test_an_empty_order_ends_at_once() -> None:
     card = FakeCard()
     assert card.evict() is None

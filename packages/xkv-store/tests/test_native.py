@@ -325,6 +325,18 @@ def test_what_cannot_be_loaded_is_not_used(fresh: Path, caplog: pytest.LogCaptur
     assert "is not used" in caplog.text
 
 
+@pytest.mark.parametrize("kept", [0, 63, 64, 1_000, 4_096, 8_192, -2_000, -700, -1])
+def test_a_library_that_was_cut_short_is_not_used(
+    fresh: Path, built: Path | None, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To load one would be the end of this process."""
+    if built is None:
+        return
+    fresh.write_bytes(built.read_bytes()[:kept])
+    assert native.path_word() == "python"
+    assert "is not used" in caplog.text
+
+
 def test_a_library_that_is_wrong_is_not_used(
     fresh: Path, built: Path | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -23,7 +23,7 @@ from .layout import AGAIN, OFTEN, BadBytesError, Record, pack_order_key, parse_o
 from .recency import AGAIN_KIND, FAMILY_OF_KIND, KIND_OF_USES, USES_OF_KIND, Recency, kind_of
 
 ORDER_BATCH = 64  # entries of the order fetched at a time
-EMPTY_CHOICES = 64  # for so many choices nobody looks whether something has come to an empty part of the order
+EMPTY_CHOICES = 64  # for so many choices nobody looks whether what may leave has come to a part where nothing was
 PASS_ENTRIES_MAX = 2_048  # then a hand begins anew: what was held is free, what came late may stand behind it
 
 
@@ -74,7 +74,7 @@ class _Hand:
     at: bytes = field(init=False)
     ahead: deque[_Entry] = field(default_factory=deque)
     seen: int = 0  # entries of this pass, but for those of others than may leave
-    rests: int = 0  # choices for which its part counts as empty
+    rests: int = 0  # choices for which its part counts as one of nothing that may leave
 
     def __post_init__(self) -> None:
         self.at = self.begin
@@ -89,7 +89,7 @@ class _Hand:
                 self.rewind()
             self.ahead.extend(_entries(view.order_from(self.at, ORDER_BATCH, self.end), recency))
             if not self.ahead:
-                self.rests = EMPTY_CHOICES if self.at == self.begin else 0
+                self.rests = 0 if self.seen else EMPTY_CHOICES
                 self.rewind()
                 return None
         return self.ahead[0]
@@ -152,8 +152,10 @@ class Chooser:
         """The objects of the next chunk to leave; None when the budget is spent or nothing can leave."""
         ends = 0
         while budget.left > 0:
-            hand = self._oldest(view)
+            hand = self._oldest(view, budget)
             if hand is None:
+                if budget.left <= 0:
+                    return None
                 for one in self._hands:
                     one.rests = 0
                 ends += 1
@@ -162,20 +164,29 @@ class Chooser:
                 continue
             budget.left -= 1
             entry = hand.ahead[0]
-            may_leave = entry.key.startswith(self._only)
-            hand.pass_on(counts=may_leave)
-            chunk = self._consider(view, entry) if may_leave else None
+            hand.pass_on(counts=True)
+            chunk = self._consider(view, entry)
             if chunk:
                 return chunk
         return None
 
-    def _oldest(self, view: View) -> _Hand | None:
-        """The hand that is at what should leave first; of those that are at equals the one of what is newer."""
+    def _oldest(self, view: View, budget: Budget) -> _Hand | None:
+        """The hand that is at what should leave first; of those that are at equals the one of what is newer.
+
+        Others' entries are passed over before ages are compared: old ones would be chosen again at each pass,
+        before the one that may leave. None, too, when the budget is spent on them.
+        """
         recency = self._recency
         now, weights = recency.now + 1, recency.weights
         oldest, its_age = None, -inf
         for kind, hand in enumerate(self._hands):
             entry = hand.ahead[0] if hand.ahead else hand.head(view, recency)
+            while entry is not None and not entry.key.startswith(self._only):
+                if budget.left <= 0:
+                    return None
+                budget.left -= 1
+                hand.pass_on(counts=False)
+                entry = hand.ahead[0] if hand.ahead else hand.head(view, recency)
             if entry is not None and (age := (now - entry.filed) / weights[kind]) > its_age:
                 oldest, its_age = hand, age
         return oldest

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 ENVIRONMENT_NAME: Final = "XKV_NATIVE"  # "0": the library is not used though it is there
 LIBRARY: Final = Path(__file__).with_name("libxkv.so.1")  # its number is another when a call of it is
 INPUT_BYTES_MIN: Final = 241  # shorter ones are Python's
+_ELF_HEADER: Final = struct.Struct("<40xQ10xHH2x")  # where its last table begins, the bytes of an entry, entries
 _PROVED_BYTES: Final = (241, 1_023, 1_024, 1_025, 2_048, 2_049, 5_000)  # ends in, at and behind a block of 1,024 bytes
 
 
@@ -36,6 +37,7 @@ class Native:
 
     def __init__(self, path: Path) -> None:
         """OSError where it cannot be loaded, AttributeError where it is another library."""
+        _check_whole(path)
         library = ctypes.CDLL(str(path))
         self._checksums = library.xkv_checksums
         self._checksums.argtypes = (ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64))
@@ -82,6 +84,17 @@ class Native:
         if code < 0 and -code != errno.EINTR:
             raise OSError(-code, os.strerror(-code))
         return None if code else _with_short(sums[:], buffers, skip, payload_bytes)
+
+
+def _check_whole(path: Path) -> None:
+    """OSError where the file ends before its table of sections: loading what was cut may end the process (SIGBUS)."""
+    with path.open("rb") as file:
+        header = file.read(_ELF_HEADER.size)
+        if len(header) == _ELF_HEADER.size:
+            begin, entry_bytes, entries = _ELF_HEADER.unpack(header)
+            if begin + entry_bytes * entries <= file.seek(0, os.SEEK_END):
+                return
+    raise OSError(errno.ENOEXEC, "it was cut short", str(path))
 
 
 @cache
