@@ -195,6 +195,9 @@ def pytest(
     junit = result.file.with_suffix(".xml")
     junit.unlink(missing_ok=True)
     options = ["--durations=10", "--continue-on-collection-errors", f"--junitxml={junit}"]
+    # Hypothesis's own profile: the same examples each time, and slow draws are no fault. The first one reads the source
+    # of every module that is not installed, for its constants: in a copy's tree that is all of vLLM.
+    options.append("--hypothesis-profile=ci")
     folder = None
     if at_once:
         folder = tempfile.mkdtemp(prefix="xkv-")  # by default a long one, and a socket's path has 107 bytes
