@@ -35,7 +35,7 @@ __all__ = ["Result", "check", "environ", "must_be_there", "pytest", "ready", "re
 
 PROCESSES_MAX = 4  # of one run of pytest: each of them may have gateways and a real scheduler
 # What running, building and editing leave in the tree; everything else is a source.
-MADE = (".*", "__pycache__", "*.egg-info", "*.py[co]", "build", "dist", "*.whl", "uv.lock")
+MADE = (".*", "__pycache__", "*.egg-info", "*.py[co]", "*.so.*", "build", "dist", "*.whl", "uv.lock")
 MADE_AT_ROOT = ("results", "gate.json", "gate.json.new")
 HIDDEN_SOURCES = (".ci",)
 # What would make a session run other tests, or less of them, than it says.
