@@ -117,7 +117,7 @@ class RemoteLookups:
         if since is None:
             since = self._since[req_id] = now
             if len(self._since) > REQUESTS_MAX:
-                self._since.pop(next(iter(self._since)))
+                self.forget(next(iter(self._since)))
         if now - since <= self._pending_seconds:
             return True
         if req_id not in self._late:

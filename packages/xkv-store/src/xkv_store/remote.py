@@ -7,7 +7,6 @@ rules, the library. All of it runs on the event loop's thread, save what `remote
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -19,6 +18,7 @@ from .remote_memory import RemoteMemory
 from .remote_stores import RemoteStores
 from .remote_words import CALL_OBJECTS_MAX, Lane
 from .remote_work import RemoteWork
+from .sparse_log import SparseLog
 from .wire_remote import SoughtObject, SoughtStatus
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-LOG_INTERVAL_S: Final = 10.0  # one line about a remote that fails in so long; the counters tell how often
 ASKS_MAX: Final = 32_768  # objects whose existence is being asked for; for more there is no answer
 
 
@@ -54,13 +53,12 @@ class Remote:
         self._work = RemoteWork()
         self._link = Process(address, self._memory)
         self._holder = Process(address, None) if address.segment_bytes else None
-        parts = (card, self._link, self._memory, self._work, self._note)
+        parts = (card, self._link, self._memory, self._work, partial(SparseLog(log).warning, "%s: %s"))
         self._fetches = RemoteFetches(*parts)
         self._stores = RemoteStores(*parts)
         self._asks: list[tuple[str, Answers, int, int]] = []
         self._asked = 0
         self._counters: Counter[str] = Counter()
-        self._noted_at_s = -LOG_INTERVAL_S
         self._draining = False
 
     @property
@@ -164,12 +162,6 @@ class Remote:
                 process.close()
         self._memory.close()
         return quiet
-
-    def _note(self, what: str, why: str) -> None:
-        now_s = time.monotonic()
-        if now_s - self._noted_at_s >= LOG_INTERVAL_S:
-            self._noted_at_s = now_s
-            log.warning("%s: %s (further ones are only counted for %.0f s)", what, why, LOG_INTERVAL_S)
 
 
 def _answer(answers: Answers, seek: int, index: int, status: SoughtStatus) -> None:

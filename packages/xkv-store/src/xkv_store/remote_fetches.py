@@ -83,7 +83,7 @@ class RemoteFetches:
         fetch = self._fetches.get(encoded)
         if fetch is not None:
             fetch.waiting.append(on_sought)
-        elif self._is_held(key):
+        elif self._card.table.holds(key.tag, key.bit):
             on_sought(SoughtStatus.FOUND)
         elif not self._link.is_up or len(self._fetches) >= FETCHES_MAX or fragments > self._memory.slots:
             self.counters["remote_fetches_refused"] += 1
@@ -92,10 +92,6 @@ class RemoteFetches:
             fetch = _Fetch(key, encoded, fragments, time.time_ns() // 1000, now_ns, [on_sought])
             self._fetches[encoded] = fetch
             self._queue.append(fetch)
-
-    def _is_held(self, key: ObjectKey) -> bool:
-        found = self._card.table.get(key.tag)
-        return found is not None and bool(found[1] & key.bit)
 
     def step(self, now_ns: int) -> None:
         """Do what can be done now."""

@@ -46,6 +46,7 @@ CALLS_MAX: Final = {Lane.LOOK: 8, Lane.LOAD: 2, Lane.STORE: 2}
 """Outstanding: one runs, the next is there when it ends."""
 RESTART_NS_MIN: Final = NS // 2
 RESTART_NS_MAX: Final = 10 * NS  # what was away is found again within that
+KILLED_S_MAX: Final = 5.0  # for the kernel to end a process: nothing of it waits for a network
 _CLOSED: Final = "the gateway ends"
 LIBRARY_ENVIRONMENT: Final = ("MC_", "MOONCAKE_", "GLOG_")  # of variables that are the library's
 
@@ -135,7 +136,10 @@ class Process:
         self._said = _CLOSED
         if self._process is not None:
             self._process.kill()
-            self._process.wait()  # the kernel ends it: nothing of it waits for a network
+            try:
+                self._process.wait(KILLED_S_MAX)
+            except subprocess.TimeoutExpired:  # in a call of a driver that no signal ends: it ends with that
+                log.warning("process %d of the remote was killed and has not ended", self._process.pid)
             self._ended(time.monotonic_ns())
         self._epoll.close()
 
