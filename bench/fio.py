@@ -7,6 +7,7 @@ Must not know: gateways.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["write", "read"]
 FILE: Final = "fio.dat"
+HUGE_PAGES: Final = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,11 @@ class Fio:
             break
         return found
 
-    def seconds(self, kind: Kind, *, block: int, total: int, depth: int, jobs: int) -> float:
+    def seconds(self, kind: Kind, *, block: int, total: int, depth: int, jobs: int, huge_pages: bool = False) -> float:
         """Seconds for the first `total` bytes of the file in blocks of `block`, `depth` at a time in all.
 
-        Each of the `jobs` goes through a part of its own, in order.
+        Each of the `jobs` goes through a part of its own, in order. `huge_pages`: its buffers lie in them, as our ring
+        does (glibc's doing: fio itself asks for none).
         """
         if self.engine == "psync":
             jobs = depth  # a thread has one block on its way
@@ -54,7 +57,8 @@ class Fio:
         command += ["--overwrite=0", "--fallocate=none", f"--ioengine={self.engine}", "--group_reporting"]
         command += [f"--numjobs={jobs}", f"--iodepth={max(1, depth // jobs)}"]
         command += [f"--size={total // jobs}", f"--offset_increment={total // jobs}"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        environment = {**os.environ, HUGE_PAGES[0]: HUGE_PAGES[1]} if huge_pages else None
+        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
         report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
         side = report["jobs"][0][kind]
         assert side["io_bytes"] == total, side

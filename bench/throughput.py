@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Final
@@ -73,10 +74,14 @@ class Rig:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One load in one direction: each run's seconds, ours and fio's by number of jobs, and our CPU seconds."""
+    """One load in one direction: each run's seconds, ours and fio's by number of jobs, and our CPU seconds.
+
+    `huge`: of fio with its buffers in huge pages, in one thread.
+    """
 
     ours: list[float]
     theirs: dict[int, list[float]]
+    huge: list[float]
     cpu_s: float
 
 
@@ -121,26 +126,28 @@ def _group(folder: Path, group: Group, fio: Fio, fio_jobs: tuple[int, ...], part
 def _compare(rig: Rig, load: Load, side: Side) -> Compared:
     compared_ours: list[float] = []
     theirs: dict[int, list[float]] = {jobs: [] for jobs in rig.fio_jobs}
+    huge: list[float] = []
     cpu_s = 0.0
     for number in range(rig.runs):
         began_s = rig.gateway.cpu_s() + time.process_time()
         ours = side.measure(rig.client, load, number)
         used_s = rig.gateway.cpu_s() + time.process_time() - began_s
-        fios = {
-            jobs: rig.fio.seconds(side.kind, block=load.block, total=load.total, depth=load.depth, jobs=jobs)
-            for jobs in rig.fio_jobs
-        }
+        fio_s = partial(rig.fio.seconds, side.kind, block=load.block, total=load.total, depth=load.depth)
+        fios = {jobs: fio_s(jobs=jobs) for jobs in rig.fio_jobs}
+        with_huge_s = fio_s(jobs=1, huge_pages=True)
         if number:
             cpu_s += used_s
             compared_ours.append(ours)
+            huge.append(with_huge_s)
             for jobs, seconds in fios.items():
                 theirs[jobs].append(seconds)
-    return Compared(compared_ours, theirs, cpu_s)
+    return Compared(compared_ours, theirs, huge, cpu_s)
 
 
 def _report(part: Part, compared: Compared, load: Load, side: Side, databases: int) -> None:
     jobs, theirs = min(compared.theirs.items(), key=lambda item: median(item[1]))
     ratios = sorted(fio_s / ours_s for ours_s, fio_s in zip(compared.ours, theirs, strict=True))
+    of_huge = [fio_s / ours_s for ours_s, fio_s in zip(compared.ours, compared.huge, strict=True)]
     if load.is_figure:
         name = f"small_{side.name}" if load is SMALL else f"{side.name}_{load.name}"
         part.figures[f"{name}_vs_fio"] = median(ratios)
@@ -148,7 +155,8 @@ def _report(part: Part, compared: Compared, load: Load, side: Side, databases: i
     part.details.append(
         f"{side.name} {load.block >> 10:5} KiB at depth {load.depth:2}, {databases} databases: {ours_rate:5.0f} MiB/s, "
         f"fio {fio_rate:5.0f} ({jobs} jobs), CPU {compared.cpu_s / (len(theirs) * load.total / 1e9):.3f} s/GB; "
-        f"ratios {' '.join(f'{ratio:.2f}' for ratio in ratios)} (median {median(ratios):.2f})"
+        f"ratios {' '.join(f'{ratio:.2f}' for ratio in ratios)} (median {median(ratios):.2f}); fio in huge pages "
+        f"{load.total / MIB / median(compared.huge):5.0f}, ours of it {median(of_huge):.2f}"
     )
 
 

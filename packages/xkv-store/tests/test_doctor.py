@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from xkv_store.doctor.findings import Finding
+    from xkv_store.huge_pages import Mapping
 
 MIB = 1 << 20
 NOBODY = 65_534  # a user without privileges, on every Linux
@@ -716,3 +717,16 @@ def test_a_broken_package_breaks_its_own_command_alone(
     assert len(errors.splitlines()) == 1
     assert cli.main(["gateway", "status", "--socket", str(tmp_path / "none.sock")], broken) == 2
     assert "no gateway answers" in capsys.readouterr().err, "which is that command's own word"
+
+
+def test_huge_pages(tmp_path: Path, doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor(*place(tmp_path), "--no-bandwidth")
+    doctor.found("huge pages", Severity.OK if limits.gather_huge_pages() else Severity.NOTE)
+    assert limits.examine_huge_pages(given=True).severity is Severity.OK
+    assert "Linux 6.1" in limits.examine_huge_pages(given=False).remedy
+
+    def refuses(fd: int, size_bytes: int) -> Mapping:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(limits, "Mapping", refuses)
+    assert not limits.gather_huge_pages()

@@ -342,19 +342,22 @@ def test_a_deleted_card_confirms_nothing_and_its_gateway_ends(start: Callable[[i
     assert not bench.thread.is_alive()
 
 
-@pytest.mark.parametrize("owner", [ring, control])
+@pytest.mark.parametrize(
+    ("owner", "mapping", "error"),
+    [(ring, "Mapping", OSError(errno.ENOMEM, "no memory")), (control, "map_shared", PeerError("it cannot be mapped"))],
+)
 def test_a_ring_that_cannot_be_mapped_is_refused_and_the_gateway_lives(
-    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch, owner: ModuleType
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch, owner: ModuleType, mapping: str, error: Exception
 ) -> None:
     """The kernel's refusal of one engine's memory must not end all others' sessions."""
 
     def refuse(*_: object) -> None:
-        raise PeerError("it cannot be mapped")
+        raise error
 
     bench = start(1)
     witness = bench.peer("witness")
     with monkeypatch.context() as broken:
-        broken.setattr(owner, "map_shared", refuse)
+        broken.setattr(owner, mapping, refuse)
         vast = Peer(bench.options.socket, geometry=GEOMETRY)
         bench.peers.append(vast)
         vast.hello(engine="vast")

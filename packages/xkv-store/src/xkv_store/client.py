@@ -112,7 +112,7 @@ class Client:
 
     @classmethod
     def attach(cls, attachment: Attachment) -> Client:
-        """Attach within `connect_timeout_ms`; raises UserError with what to do."""
+        """Attach within `connect_timeout_ms`, then take the ring's memory; raises UserError with what to do."""
         client = cls(attachment)
         client._thread.start()
         try:
@@ -120,6 +120,7 @@ class Client:
         except BaseException:
             client.close()
             raise
+        client.ring.use_huge_pages([client.store_region.numbers, client.load_region.numbers])
         return client
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from .errors import PeerError, UserError
 from .geometry import IO_STEP_BYTES
+from .huge_pages import Mapping
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,13 +84,16 @@ class Ring:
         self.fd = fd
         self.slots = slots
         self.slot_bytes = slot_bytes
-        self._map = map_shared(fd, "ring", slots * slot_bytes)
-        self._view = memoryview(self._map)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._map, np.uint8).reshape(slots, slot_bytes)
+        try:
+            self._mapping = Mapping(fd, slots * slot_bytes)
+        except OSError as error:
+            raise PeerError(f"the ring's memory file cannot be mapped: {error.strerror}") from error
+        self._view = self._mapping.memory
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._view, np.uint8).reshape(slots, slot_bytes)
 
     @classmethod
     def create(cls, slots: int, slot_bytes: int) -> Ring:
-        """A new ring; its memory is taken page by page as slots are first touched."""
+        """A new ring; its memory is taken by `use_huge_pages`, or page by page as slots are first touched."""
         assert 0 < slots <= RING_SLOTS_MAX
         assert slot_bytes > 0
         assert slot_bytes % IO_STEP_BYTES == 0
@@ -122,6 +126,11 @@ class Ring:
         assert 0 <= slot < self.slots
         start = slot * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
+
+    def use_huge_pages(self, numbers: Iterable[range]) -> int:
+        """Let these slots lie in huge pages, as far as the kernel can; how many bytes do then. Takes the memory now."""
+        each = self.slot_bytes
+        return self._mapping.use_huge_pages([range(some.start * each, some.stop * each) for some in numbers])
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -157,6 +166,11 @@ class SlotRegion:
         self._lock = threading.Lock()
         self._is_free = bytearray(b"\x01" * count)  # a byte a slot: the search for a run is then memmem's
         self._free = count
+
+    @property
+    def numbers(self) -> range:
+        """All its slots."""
+        return range(self.first, self.first + self.count)
 
     @property
     def free(self) -> int:

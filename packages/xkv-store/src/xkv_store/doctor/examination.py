@@ -18,7 +18,7 @@ from ..native import ENVIRONMENT_NAME, path_word  # noqa: TID252
 from ..progress import QUIET, Progress  # noqa: TID252
 from .findings import note, of_error, ok
 from .folder import examine_databases, examine_direct, examine_owner, examine_room, gather_folder, nearest
-from .limits import examine_memlock, examine_memory, gather_limits
+from .limits import examine_huge_pages, examine_memlock, examine_memory, gather_huge_pages, gather_limits
 from .medium import Bandwidth, Effort, examine_bandwidth, measure
 from .round_trip import examine_trip, gather_trip
 from .service import State, examine_gateway, examine_socket, gather_gateway, gather_socket
@@ -75,6 +75,7 @@ def examine(subject: Subject, bar: Progress = QUIET) -> Examined:
     found = [
         examine_memlock(limits, ring_bytes=subject.ring_bytes),
         examine_memory(limits, ring_bytes=subject.ring_bytes),
+        examine_huge_pages(given=gather_huge_pages()),
     ]
     examined = examine_service(subject, bar)
     examined.findings[:0] = found

@@ -1,4 +1,4 @@
-"""What the kernel lets a process have: memory that may be locked, and memory at all.
+"""What the kernel lets a process have: memory that may be locked, memory at all, and huge pages.
 
 Owns: reading limits of a process and of its control groups (versions 1 and 2), and what they mean for a ring.
 Must not know: what is in a ring, GPUs, the engine.
@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..errors import UserError  # noqa: TID252  the package may have another name
+from ..huge_pages import HUGE_PAGE_BYTES, Mapping  # noqa: TID252
+from ..ring import make_sealed_memory  # noqa: TID252
 from ..sizes import format_size  # noqa: TID252
-from .findings import fault, ok, warning
+from .findings import fault, note, ok, warning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +111,30 @@ def examine_memory(limits: Limits, *, ring_bytes: int) -> Finding:
         )
     limit = "no control group limits memory" if group is None else f"the limit is {format_size(group.limit_bytes)}"
     return ok("memory", f"{limit}: the ring fits")
+
+
+def gather_huge_pages() -> bool:
+    """Whether this kernel puts a ring into huge pages: by doing it. False where it does not even give the memory."""
+    try:
+        fd = make_sealed_memory("xkv-doctor", HUGE_PAGE_BYTES)
+        try:
+            return Mapping(fd, HUGE_PAGE_BYTES).use_huge_pages([range(HUGE_PAGE_BYTES)]) == HUGE_PAGE_BYTES
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
+
+
+def examine_huge_pages(*, given: bool) -> Finding:
+    """What a ring lies in."""
+    if given:
+        return ok("huge pages", "the kernel puts rings into them")
+    return note(
+        "huge pages",
+        "the kernel gave none: it is older than Linux 6.1, or its free memory is in small pieces",
+        "a ring lies in small pages, and direct I/O of large objects is slower by a third and more",
+        "Linux 6.1 or later; there, as root: echo 1 > /proc/sys/vm/compact_memory",
+    )
 
 
 # --- the kernel's files ------------------------------------------------------------------------------------------
