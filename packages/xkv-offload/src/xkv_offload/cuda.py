@@ -25,6 +25,13 @@ PLAIN_PRIORITY: Final = 0  # as low as there is
 _CLEARING_BYTES: Final = 8
 
 
+class _Thread(threading.local):
+    """What is so on one thread: whether it made the device, else the stream that was set there last."""
+
+    is_maker = False
+    stream: Any = None
+
+
 class CudaDevice:
     """One GPU. `mark` runs on vLLM's thread, the rest at start-up, on the thread that makes this, or on the copy
     thread, which does nothing else with any GPU: its stream stays as it was set for the last piece of work.
@@ -33,8 +40,8 @@ class CudaDevice:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._registered: list[Bytes] = []
-        self._maker = threading.get_ident()
-        self._current: tuple[int, Any] | None = None
+        self._thread = _Thread()
+        self._thread.is_maker = True
         self._batches: BatchedCopies | None = None
 
     def use_batches(self) -> bool:
@@ -77,14 +84,14 @@ class CudaDevice:
 
     def enqueue(self, stream: Any, work: Work) -> None:
         """See Device."""
-        thread = threading.get_ident()
-        if thread == self._maker:
+        thread = self._thread
+        if thread.is_maker:
             with torch.cuda.stream(stream):
                 work()
             return
-        if self._current != (thread, stream):
+        if thread.stream is not stream:
             torch.cuda.set_stream(stream)  # and the device
-            self._current = (thread, stream)
+            thread.stream = stream
         work()
 
     def copy(self, stream: Any, copies: Sequence[Copies], *, into_device: bool) -> None:
