@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from gpu_check import CASES, DEADLINE_S, attached, rank_context
 from gpu_ceilings import GB, JOB_BYTES
+from gpu_check import CASES, DEADLINE_S, attached, rank_context
 from gpu_copy import blocks_of, gateway_process, spec_of, until
 from xkv_offload.device_copy import REGISTERED_BYTES_MAX
 from xkv_offload.layout import ObjectLayout, Page
