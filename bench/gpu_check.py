@@ -162,7 +162,7 @@ def check_refusal() -> None:
         copy_all(
             mover, [Move(ChunkPart(0, 0, 0, (5, 6, 7, 8)), layout, RingSlots(ring, range(count)), 0, 0)], gather=True
         )
-        into = mover_for(target, layout, "triton")
+        into = mover_for(target, layout, "triton, one by one")
         assert isinstance(into, DeviceMover)
         into._ring = first.host_bytes(ring)  # noqa: SLF001 - it is not to be registered
         copy_all(

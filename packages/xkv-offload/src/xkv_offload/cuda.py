@@ -139,6 +139,7 @@ class CudaDevice:
 
     def unregister(self) -> None:
         """See Device."""
+        self._batches = None
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             while self._registered:
