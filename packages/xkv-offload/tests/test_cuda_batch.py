@@ -269,6 +269,9 @@ def test_memory_that_cuda_did_not_register_is_copied_one_by_one(
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - as it is there
             return 0 if not registered else 1
 
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - as it is there
+            return 0
+
     registered: list[bool] = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     device = Device(FakeDriver())
@@ -281,6 +284,10 @@ def test_memory_that_cuda_did_not_register_is_copied_one_by_one(
         in_batches.append(device._batches is not None)
         registered.append(True)
     assert in_batches == [True, False]
+    assert device.use_batches()
+    device.unregister()
+    in_batches.append(device._batches is not None)
+    assert not in_batches[-1], "nothing is registered any more"
     assert "does not register" in caplog.text
 
 
