@@ -41,6 +41,8 @@ BLOCKS = 256
 DEADLINE_S = 60.0
 STAGING_BYTES = 1 << 28
 OBJECTS = 5
+KERNELS = ("triton", "triton, one by one", "torch")
+"""How rows are copied; and how runs are, which is in batches where the driver has them."""
 CASES = {
     "llama 8B, 16 tokens a block": ([2 * 16 * 8 * 128 * 2] * 32, 0, 16),
     "mla, odd pages": ([64 * 576 * 2] * 27, 0, 4),
@@ -68,6 +70,8 @@ def mover_for(tensors: list[torch.Tensor], layout: ObjectLayout, kernel: str) ->
     made = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
     assert isinstance(made, DeviceMover)
     assert isinstance(made._rows, TritonRows), "Triton's kernel was not chosen"  # noqa: SLF001 - what is checked
+    if kernel == "triton, one by one":
+        made._device.use_no_batches()  # type: ignore[attr-defined]  # noqa: SLF001 - as above
     if kernel == "torch":
         made._rows = TorchRows(tensors)  # noqa: SLF001 - as above
     return made
@@ -158,7 +162,7 @@ def check_refusal() -> None:
         copy_all(
             mover, [Move(ChunkPart(0, 0, 0, (5, 6, 7, 8)), layout, RingSlots(ring, range(count)), 0, 0)], gather=True
         )
-        into = mover_for(target, layout, "triton")
+        into = mover_for(target, layout, "triton, one by one")
         assert isinstance(into, DeviceMover)
         into._ring = first.host_bytes(ring)  # noqa: SLF001 - it is not to be registered
         copy_all(
@@ -276,7 +280,7 @@ def run_job(worker: XkvWorker, name: str, chunks: int, bpc: int) -> float:
 def main() -> None:
     """All cases, then the jobs."""
     for name, (sizes, padding, bpc) in CASES.items():
-        for kernel in ("triton", "torch"):
+        for kernel in KERNELS:
             check_mover(sizes, padding, bpc, kernel)
             print(f"same bytes: {name} ({kernel})")
     check_refusal()

@@ -16,8 +16,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,10 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu_check import CASES, STAGING_BYTES, attached, check_mover, check_refusal, rank_context
+from gpu_ceilings import GB, JOB_BYTES, MIB, REPEATS, Figures, batches, ceilings, seconds_on_gpu
+from gpu_check import CASES, KERNELS, STAGING_BYTES, attached, check_mover, check_refusal, rank_context
 from xkv_offload.copy import Move, Mover, RingSlots, make_mover
 from xkv_offload.copy_triton import TritonRows
 from xkv_offload.cuda import CudaDevice
+from xkv_offload.cuda_batch import BatchedCopies
 from xkv_offload.device_copy import DeviceMover
 from xkv_offload.layout import ObjectLayout, Page
 from xkv_offload.mapping import ChunkPart
@@ -42,11 +45,7 @@ from xkv_store.geometry import FRAGMENT_BYTES, SLOT_BYTES, Geometry
 from xkv_store.ring import Ring
 from xkv_store.testing.processes import PORT
 
-GB = 1e9
-MIB = 1 << 20
-JOB_BYTES = 1_000_000_000
 KV_BYTES = 3 << 30
-REPEATS = 7
 KERNEL_PAGES = {
     "4 KiB": 4_096,
     "16 KiB": 16_384,
@@ -56,65 +55,6 @@ KERNEL_PAGES = {
     "65,537 B": 65_537,
 }
 DEADLINE_S = 60.0
-
-
-@dataclass
-class Figures:
-    """What was measured, and the lines of the table."""
-
-    values: dict[str, float] = field(default_factory=dict)
-    lines: list[tuple[str, str]] = field(default_factory=list)
-
-    def add(self, key: str, what: str, value: float, text: str) -> None:
-        """Keep a figure and show it."""
-        self.values[key] = value
-        self.lines.append((what, text))
-        print(f"{what:<64} {text}", flush=True)
-
-
-def seconds_on_gpu(work: Callable[[], None], repeats: int = REPEATS) -> float:
-    """The median of some runs, by events, after one to warm up."""
-    work()
-    taken = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        taken.append(begin.elapsed_time(end) / 1_000)
-    return float(statistics.median(taken))
-
-
-# --- ceilings ---------------------------------------------------------------------------------------------
-
-
-def ceilings(figures: Figures, ring: Any) -> None:
-    """Device to device (bytes copied, so half the traffic); the registered ring in copies of some sizes, one by one."""
-    source = torch.randint(-128, 127, (2 << 30,), dtype=torch.int8, device="cuda")
-    target = torch.empty_like(source)
-    rate = len(source) / seconds_on_gpu(lambda: target.copy_(source)) / GB
-    figures.add("d2d", "device to device, 2 GiB", rate, f"{rate:,.0f} GB/s")
-    for size, pitch in (
-        (256 * MIB, 256 * MIB),
-        (32 * MIB, 32 * MIB),
-        (8 * MIB, 33 * SLOT_BYTES),
-        (2 * MIB, 9 * SLOT_BYTES),
-    ):
-        count = JOB_BYTES // size + 1
-        places = [slice(number * pitch, number * pitch + size) for number in range(count)]
-
-        def out(places: Sequence[slice] = places) -> None:
-            for place in places:
-                ring[place].copy_(source[place], non_blocking=True)
-
-        def back(places: Sequence[slice] = places) -> None:
-            for place in places:
-                target[place].copy_(ring[place], non_blocking=True)
-
-        for name, key, work in (("device to ring", "out", out), ("ring to device", "back", back)):
-            rate = count * size / seconds_on_gpu(work) / GB
-            figures.add(f"{key}_{size // MIB}m", f"{name}, copies of {size // MIB} MiB", rate, f"{rate:.1f} GB/s")
 
 
 # --- kernels ----------------------------------------------------------------------------------------------
@@ -155,8 +95,8 @@ def kernels(figures: Figures, page_bytes: int, name: str, wave_bytes: int) -> No
                 part = ChunkPart(0, 0, 0, tuple(chosen[at : at + bpc].tolist()))
                 move = Move(part, layout, (), 0, 0)
                 assert plan.add(make_piece(move, table, first=0, fragments=fragments, staged=index * fragments))
-            upload, launch = rows.prepare(plan, slot, into_pages=into_pages)
-            upload()
+            plan_size, launch = rows.prepare(plan, slot, into_pages=into_pages)
+            slot.plan[:plan_size].copy_(slot.host_plan[:plan_size])
             launches.append(launch)
         launches[0]()
         torch.cuda.synchronize()
@@ -196,44 +136,86 @@ def moves_of(ring: Any, layout: ObjectLayout, job_bytes: int, blocks: int) -> li
     ]
 
 
-def copy_job(mover: Mover, moves: Sequence[Move], *, gather: bool) -> float:
-    """Seconds from the first start to the last end."""
+@dataclass(frozen=True)
+class Taken:
+    """What a job took: seconds from the first start to the last end, and its thread's seconds of CPU."""
+
+    wall: float
+    cpu: float
+
+
+def copy_job(mover: Mover, moves: Sequence[Move], *, gather: bool) -> Taken:
+    """One job, on this thread."""
     ends: list[Exception | None] = []
     start = mover.start_gather if gather else mover.start_scatter
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.thread_time()
     mark = mover.ready_mark()
     for move in moves:
         start(move, mark, ends.append)
     while mover.advance():
         pass
-    taken = time.perf_counter() - began
+    taken = Taken(time.perf_counter() - began, time.thread_time() - cpu)
     assert ends == [None] * len(moves), ends
     return taken
 
 
+def mover_beside(tensors: Sequence[torch.Tensor], layout: ObjectLayout, ring: Ring) -> tuple[DeviceMover, CudaDevice]:
+    """A mover as an engine has it, on a ring that is registered already."""
+    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
+    assert isinstance(mover, DeviceMover)
+    device = mover._device  # noqa: SLF001 - what is compared is how it copies
+    assert isinstance(device, CudaDevice)
+    mover._ring = device.host_bytes(ring.array)  # noqa: SLF001 - it is registered already
+    return mover, device
+
+
+def ways_of(device: CudaDevice) -> dict[str, BatchedCopies | None]:
+    """How copies between GPU and ring are queued: both ways, or one by one where the driver has no batches."""
+    made = device._batches  # noqa: SLF001 - as above
+    return {"batched": made, "singly": None} if made is not None else {"singly": None}
+
+
+def use_way(device: CudaDevice, made: BatchedCopies | None) -> None:
+    """From now on."""
+    device._batches = made  # noqa: SLF001 - as above
+
+
 def copies(figures: Figures, ring: Ring, object_bytes: int, page_bytes: int) -> None:
-    """Jobs of 1 GB through a mover as an engine has it, against the pinned copies of this run."""
+    """Jobs of 1 GB through a mover as an engine has it, on a thread of their own, both ways turn about; against the
+    pinned copies of this run.
+    """
     layers = 32
     bpc = object_bytes // (page_bytes * layers)
     tensors = tensors_for(page_bytes, layers)
     layout = ObjectLayout(bpc, tuple(Page(number, page_bytes) for number in range(layers)))
     before = torch.cuda.memory_allocated()
-    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
+    mover, device = mover_beside(tensors, layout, ring)
     beside = torch.cuda.memory_allocated() - before - STAGING_BYTES
     figures.values["memory_beside_staging"] = max(beside, figures.values.get("memory_beside_staging", 0))
-    assert isinstance(mover, DeviceMover)
-    mover._ring = CudaDevice(tensors[0].device).host_bytes(ring.array)  # noqa: SLF001 - it is registered already
     moves = moves_of(ring.array, layout, JOB_BYTES, len(tensors[0]))
     moved = len(moves) * layout.chunk_bytes
+    ways = ways_of(device)
     for gather, key, name in ((True, "out", "GPU to ring"), (False, "back", "ring to GPU")):
-        copy_job(mover, moves, gather=gather)
-        taken = statistics.median(copy_job(mover, moves, gather=gather) for _ in range(REPEATS))
-        rate = moved / taken / GB
-        ratio = rate / figures.values[f"{key}_256m"]
-        what = f"{name}, objects of {object_bytes / MIB:g} MiB, pages of {page_bytes // 1024} KiB"
-        figures.add(
-            f"job_{key}_{object_bytes >> 10}k_{page_bytes}", what, ratio, f"{ratio:.3f} of pinned ({rate:.1f} GB/s)"
-        )
+        taken: dict[str, list[Taken]] = {way: [] for way in ways}
+        with ThreadPoolExecutor(1) as thread:
+            for _ in range(1 + REPEATS):
+                for way, made in ways.items():
+                    use_way(device, made)
+                    taken[way].append(thread.submit(copy_job, mover, moves, gather=gather).result())
+                    lost = made is not None and device._batches is None  # noqa: SLF001 - as above
+                    assert not lost, "a batch was refused"
+        for way, all_jobs_of_it in taken.items():
+            jobs = all_jobs_of_it[1:]  # the first is to warm up
+            rate = moved / statistics.median(job.wall for job in jobs) / GB
+            ratio = rate / figures.values[f"{key}_256m"]
+            micros = 1e6 * statistics.median(job.cpu for job in jobs) / len(moves)
+            what = f"{name}, {object_bytes / MIB:g} MiB, pages of {page_bytes // 1024} KiB, {way}"
+            figure = f"{key}_{object_bytes >> 10}k_{page_bytes}_{way}"
+            figures.values[f"job_cpu_{figure}"] = micros
+            text = f"{ratio:.3f} of pinned ({rate:.1f} GB/s); {micros:.0f} µs of CPU an object"
+            figures.add(f"job_{figure}", what, ratio, text)
+    use_way(device, ways.get("batched"))
+    mover.close()
 
 
 # --- whole jobs -------------------------------------------------------------------------------------------
@@ -362,16 +344,21 @@ def beside(figures: Figures, ring: Ring) -> None:
     layers, page_bytes, bpc = 32, 65_536, 16
     tensors = tensors_for(page_bytes, layers)
     layout = ObjectLayout(bpc, tuple(Page(number, page_bytes) for number in range(layers)))
-    mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=FRAGMENT_BYTES)
-    assert isinstance(mover, DeviceMover)
-    mover._ring = CudaDevice(tensors[0].device).host_bytes(ring.array)  # noqa: SLF001 - it is registered already
+    mover, device = mover_beside(tensors, layout, ring)
     moves = moves_of(ring.array, layout, JOB_BYTES, len(tensors[0]))
+    for way, made in ways_of(device).items():
+        use_way(device, made)
+        beside_stores(figures, way, graph, mover, moves)
+
+
+def beside_stores(figures: Figures, way: str, graph: torch.cuda.CUDAGraph, mover: Mover, moves: Sequence[Move]) -> None:
+    """One way of copying."""
     stop = threading.Event()
     jobs: list[float] = []
 
     def store() -> None:
         while not stop.is_set():
-            jobs.append(copy_job(mover, moves, gather=True))
+            jobs.append(copy_job(mover, moves, gather=True).wall)
 
     def steps() -> float:
         taken = []
@@ -395,16 +382,16 @@ def beside(figures: Figures, ring: Ring) -> None:
     thread.join()
     again = steps()
     more = 100 * (busy / ((alone + again) / 2) - 1)
-    rate = len(moves) * layout.chunk_bytes / statistics.median(jobs) / GB
+    rate = len(moves) * moves[0].layout.chunk_bytes / statistics.median(jobs) / GB
     text = f"{more:+.1f} % ({1e3 * alone:.3f}, {1e3 * busy:.3f}, {1e3 * again:.3f} ms; stores at {rate:.1f} GB/s)"
-    figures.add("beside", "steps that read weights, while stores run", more, text)
+    figures.add(f"beside_{way}", f"steps that read weights, while stores run, {way}", more, text)
 
 
 def check_bytes() -> None:
-    """Every byte against the host path, with Triton and without."""
+    """Every byte against the host path, with Triton and without, in batches and one by one."""
     began = time.monotonic()
     for sizes, padding, bpc in CASES.values():
-        for kernel in ("triton", "torch"):
+        for kernel in KERNELS:
             check_mover(sizes, padding, bpc, kernel)
     check_refusal()
     print(f"same bytes: {', '.join(CASES)} ({time.monotonic() - began:.0f} s)", flush=True)
@@ -420,9 +407,16 @@ def all_kernels(figures: Figures) -> None:
 
 def all_copies(figures: Figures, ring: Ring) -> None:
     """Object sizes and page sizes."""
+    failed: list[Exception] = []
     for object_bytes, page_bytes in ((2 * MIB, 65_536), (2 * MIB, 4_096), (8 * MIB, 65_536), (32 * MIB, 65_536)):
-        copies(figures, ring, object_bytes, page_bytes)
+        try:
+            copies(figures, ring, object_bytes, page_bytes)
+        except Exception as error:  # noqa: BLE001 - the other sizes still say something
+            traceback.print_exc()
+            failed.append(error)
         torch.cuda.empty_cache()
+    if failed:
+        raise failed[0]
 
 
 def all_jobs(figures: Figures, memory: Path, disk: Path | None) -> None:
@@ -440,7 +434,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--disk", type=Path)
-    parser.add_argument("--parts", default="check,kernels,copies,beside,jobs")
+    parser.add_argument("--parts", default="check,kernels,batches,copies,beside,jobs")
     options = parser.parse_args()
     began = time.monotonic()
     figures = Figures()
@@ -449,10 +443,12 @@ def main() -> int:
     device.register([ring.array])
     registered_s = (time.monotonic() - began) * GB / ring.array.nbytes
     figures.add("register_s_per_gb", "registration of the ring, for each GB", registered_s, f"{registered_s:.2f} s")
-    ceilings(figures, device.host_bytes(ring.array))
+    host = device.host_bytes(ring.array)
+    ceilings(figures, host)
     parts: dict[str, Callable[[], None]] = {
         "check": check_bytes,
         "kernels": partial(all_kernels, figures),
+        "batches": partial(batches, figures, host),
         "copies": partial(all_copies, figures, ring),
         "beside": partial(beside, figures, ring),
         "jobs": partial(all_jobs, figures, options.memory, options.disk),
@@ -461,13 +457,13 @@ def main() -> int:
     for name in options.parts.split(","):
         try:
             parts[name]()
-        except Exception:  # noqa: BLE001, PERF203 - the other parts still say something
+        except Exception:  # noqa: BLE001 - the other parts still say something
             traceback.print_exc()
             failed.append(name)
+        if options.json:  # now already: whoever runs this may end it
+            options.json.write_text(json.dumps(figures.values, indent=1))
     print("\n".join(f"{what:<64} {text}" for what, text in figures.lines))
     print(f"took {time.monotonic() - began:.0f} s on {torch.cuda.get_device_name()}; failed: {failed or 'nothing'}")
-    if options.json:
-        options.json.write_text(json.dumps(figures.values, indent=1))
     return 1 if failed else 0
 
 

@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 
+from gpu_ceilings import GB, JOB_BYTES
 from gpu_check import CASES, DEADLINE_S, attached, rank_context
-from gpu_copy import GB, JOB_BYTES, blocks_of, gateway_process, spec_of, until
+from gpu_copy import blocks_of, gateway_process, spec_of, until
 from xkv_offload.device_copy import REGISTERED_BYTES_MAX
 from xkv_offload.layout import ObjectLayout, Page
 from xkv_offload.metrics import PROCESS_COUNTERS

@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +24,8 @@ from xkv_offload.copy_torch import TorchRows
 from xkv_offload.device_copy import DeviceMover
 from xkv_offload.layout import ObjectLayout, Page, fragment_range
 from xkv_offload.mapping import ChunkPart
-from xkv_offload.rows import ROW_BYTES_MAX, TensorPlace, WavePlan, unit_bytes
-from xkv_offload.staging_area import Division, RowCopier, StagingSlot, Work, divide
+from xkv_offload.rows import ROW_BYTES_MAX, Run, TensorPlace, WavePlan, unit_bytes
+from xkv_offload.staging_area import Copies, Division, RowCopier, StagingSlot, Work, divide
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES
 
@@ -129,6 +130,12 @@ class LateDevice:
     def enqueue(self, stream: LateStream, work: Work) -> None:
         stream.then(work)
 
+    def copy(self, stream: LateStream, copies: Sequence[Copies], *, into_device: bool) -> None:
+        """A batch: its runs one after another, in any order."""
+        runs = [(one, run) for one in copies for run in one.runs]
+        for one, run in self._random.sample(runs, len(runs)):
+            stream.then(partial(copy_run, one, run, into_device=into_device))
+
     def await_all(self) -> None:
         self.run_until(lambda: not any(stream.queue for stream in self._streams))
 
@@ -137,6 +144,13 @@ class LateDevice:
 
     def unregister(self) -> None:
         self.registered.clear()
+
+
+def copy_run(copies: Copies, run: Run, *, into_device: bool) -> None:
+    staged = copies.staged[run.staged_at : run.staged_at + run.length]
+    host = copies.host[run.ring_at : run.ring_at + run.length]
+    into, source = (staged, host) if into_device else (host, staged)
+    into.copy_(source)
 
 
 @dataclass
@@ -335,7 +349,7 @@ class Failing:
         self._rows = rows
         self._left = wave
 
-    def prepare(self, plan: WavePlan, slot: StagingSlot, *, into_pages: bool) -> tuple[Work, Work]:
+    def prepare(self, plan: WavePlan, slot: StagingSlot, *, into_pages: bool) -> tuple[int, Work]:
         self._left -= 1
         if self._left == 0:
             raise RuntimeError("no launch")

@@ -29,14 +29,14 @@ from xkv_offload.staging import Answer, Staging
 from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
 from xkv_store import sockets
-from xkv_store.client import Attachment, Client
+from xkv_store.client import Attachment, Client, PutObject
 from xkv_store.control import DenialReader
 from xkv_store.left_out import NUMBERS, LeftOut
 from xkv_store.ring import RingUse
 from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT, GatewayProcess, running_gateway
 from xkv_store.tool import Tool
-from xkv_store.wire import Role
+from xkv_store.wire import Role, StoredObject
 
 SLOT = 65_536
 BPC = 4
@@ -1033,3 +1033,63 @@ def test_copies_that_do_not_end_well_keep_no_worker_attached(
         assert not worker.context.client.alive()
     assert PROCESS_COUNTERS["worker_errors"] == 1
     PROCESS_COUNTERS["worker_errors"] = 0
+
+
+def test_what_ends_together_goes_to_the_gateway_in_one_message(
+    gateway: GatewayProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[Callable[[], None]] = []
+    wanted = 0
+
+    def later(real: Callable[..., None]) -> Callable[..., None]:
+        return lambda *arguments: ended.append(lambda: real(*arguments))
+
+    def advance(_: HostMover) -> bool:
+        """As the end of a wave does: all of its copies at once."""
+        if len(ended) < wanted:
+            time.sleep(0.001)
+            return True
+        copies, ended[:] = list(ended), []
+        for copy in copies:
+            copy()
+        return False  # whatever has ended: nothing is under way
+
+    for name in ("start_gather", "start_scatter"):
+        monkeypatch.setattr(HostMover, name, later(getattr(HostMover, name)))
+    monkeypatch.setattr(HostMover, "advance", advance)
+    with worker_on(tmp_path) as (worker, tensors):
+        client = worker.context.client
+        puts: list[int] = []
+        releases: list[int] = []
+        real_put, real_say = client.put, client.say
+
+        def put(objects: Sequence[PutObject], on_answer: Callable[[StoredObject], None]) -> None:
+            puts.append(len(objects))
+            real_put(objects, on_answer)
+
+        def say(epoch: int, make: Callable[..., Any]) -> None:
+            releases.append(epoch)
+            real_say(epoch, make)
+
+        monkeypatch.setattr(client, "put", put)
+        monkeypatch.setattr(client, "say", say)
+        before = [tensor.copy() for tensor in tensors]
+        wanted = 3
+        worker.submit_store(0, whole(1, 3), spec([1, 2, 3]))
+        finish(worker, 0)
+        until_confirmed(3)
+        assert puts == [3]
+        assert client.control.store_bytes() == 0
+        assert client.store_region.free == client.store_region.count
+        for tensor, size in zip(tensors, PAGES, strict=True):
+            tensor[20:, :size] = POISON
+        worker.submit_load(1, spec([1, 2, 3]), whole(20, 3))
+        finish(worker, 1)
+        for tensor, source, size in zip(tensors, before, PAGES, strict=True):
+            assert (tensor[20:32, :size] == source[1:13, :size]).all()
+        deadline = time.monotonic() + DEADLINE_S
+        while client.lease_budget.free < client.lease_budget.count:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        assert len(releases) == 1, "one lease, released at once"
+        wanted = 0

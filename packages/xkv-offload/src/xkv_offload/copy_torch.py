@@ -21,9 +21,9 @@ class TorchRows:
     def __init__(self, tensors: Sequence[Any]) -> None:
         self._tensors = tensors
 
-    def prepare(self, plan: WavePlan, slot: StagingSlot, *, into_pages: bool) -> tuple[Work, Work]:
-        """See RowCopier."""
-        return _nothing, partial(self._copy, list(plan.pieces), slot, into_pages)
+    def prepare(self, plan: WavePlan, slot: StagingSlot, *, into_pages: bool) -> tuple[int, Work]:
+        """See RowCopier: no plan is read."""
+        return 0, partial(self._copy, list(plan.pieces), slot, into_pages)
 
     def _copy(self, pieces: Sequence[Piece], slot: StagingSlot, into_pages: bool) -> None:
         for piece in pieces:
@@ -50,7 +50,3 @@ class TorchRows:
                             slot.area[staged_at : staged_at + span.length],
                         )
                 at += page.page_bytes
-
-
-def _nothing() -> None:
-    """There is nothing to upload."""

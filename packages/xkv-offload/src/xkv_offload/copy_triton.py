@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .rows import PIECE_WORDS, ROW_BYTES_MAX, ROW_WORDS, WavePlan, Written
-from .staging_area import StagingSlot, Work
+from .staging_area import WORD_BYTES, StagingSlot, Work
 
 BYTES_PER_THREAD = 64  # four loads of 16 bytes are under way before the first is stored
 WARP_THREADS = 32
@@ -57,7 +57,7 @@ _ELEMENTS = {1: (tl.int8, 1), 2: (tl.int16, 1), 4: (tl.int32, 1), 8: (tl.int64, 
 
 
 class TritonRows:
-    """A wave's words are uploaded, and one launch copies its rows."""
+    """One launch copies a wave's rows, by its plan."""
 
     def __init__(self, *, unit_bytes: int, largest_page_bytes: int) -> None:
         self._element, self._vector = _ELEMENTS[unit_bytes]
@@ -66,13 +66,10 @@ class TritonRows:
         self._tile = tile_bytes // self._element_bytes
         self._warps = max(WARPS_MIN, tile_bytes // (BYTES_PER_THREAD * WARP_THREADS))
 
-    def prepare(self, plan: WavePlan, slot: StagingSlot, *, into_pages: bool) -> tuple[Work, Work]:
+    def prepare(self, plan: WavePlan, slot: StagingSlot, *, into_pages: bool) -> tuple[int, Work]:
         """See RowCopier."""
-        written = plan.write(slot.host_words.numpy(), staging_address=slot.area.data_ptr(), slot_bytes=slot.slot_bytes)
-        return partial(self._upload, slot, written.words), partial(self._launch, slot, written, into_pages)
-
-    def _upload(self, slot: StagingSlot, words: int) -> None:
-        slot.words[:words].copy_(slot.host_words[:words], non_blocking=True)
+        written = plan.write(slot.host_words, staging_address=slot.address, slot_bytes=slot.slot_bytes)
+        return written.words * WORD_BYTES, partial(self._launch, slot, written, into_pages)
 
     def _launch(self, slot: StagingSlot, written: Written, into_pages: bool) -> None:
         move_rows[(written.rows_max, written.pieces)](

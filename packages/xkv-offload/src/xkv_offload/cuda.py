@@ -1,17 +1,22 @@
-"""CUDA, as torch gives it: memory, streams, events, and host memory that the GPU reaches directly.
+"""CUDA, as torch gives it: memory, streams, events, copies, and host memory that the GPU reaches directly.
 
-Owns: every call into torch.cuda. Must not know: what is copied, slots, jobs. Imported only where tensors lie on a GPU.
+Owns: every call into torch.cuda; whether copies go in batches (cuda_batch) or one by one.
+Must not know: what is copied, slots, jobs. Imported only where tensors lie on a GPU.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+from . import cuda_batch
 from .copy import Bytes
-from .staging_area import Event, Work
+from .cuda_batch import BatchedCopies, RefusedError
+from .staging_area import Copies, Event, Work
 
 logger = logging.getLogger(__name__)
 
@@ -20,12 +25,35 @@ PLAIN_PRIORITY: Final = 0  # as low as there is
 _CLEARING_BYTES: Final = 8
 
 
+class _Thread(threading.local):
+    """What is so on one thread: whether it made the device, else the stream that was set there last."""
+
+    is_maker = False
+    stream: Any = None
+
+
 class CudaDevice:
-    """One GPU. `mark` runs on vLLM's thread, the rest at start-up or on the copy thread."""
+    """One GPU. `mark` runs on vLLM's thread, the rest at start-up, on the thread that makes this, or on the copy
+    thread, which does nothing else with any GPU: its stream stays as it was set for the last piece of work.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
         self._registered: list[Bytes] = []
+        self._thread = _Thread()
+        self._thread.is_maker = True
+        self._batches: BatchedCopies | None = None
+
+    def use_batches(self) -> bool:
+        """Copy in batches from now on, where the driver has them."""
+        with torch.cuda.device(self._device):
+            self.zeros(_CLEARING_BYTES)  # a context is a thread's with its first piece of work
+            self._batches = cuda_batch.find()
+        return self._batches is not None
+
+    def use_no_batches(self) -> None:
+        """Copy one by one from now on."""
+        self._batches = None
 
     def zeros(self, size_bytes: int) -> Any:
         """See Device."""
@@ -56,8 +84,27 @@ class CudaDevice:
 
     def enqueue(self, stream: Any, work: Work) -> None:
         """See Device."""
-        with torch.cuda.stream(stream):
-            work()
+        thread = self._thread
+        if thread.is_maker:
+            with torch.cuda.stream(stream):
+                work()
+            return
+        if thread.stream is not stream:
+            torch.cuda.set_stream(stream)  # and the device
+            thread.stream = stream
+        work()
+
+    def copy(self, stream: Any, copies: Sequence[Copies], *, into_device: bool) -> None:
+        """See Device."""
+        if self._batches is not None:
+            try:
+                _copy_batch(self._batches, stream.cuda_stream, copies, into_device=into_device)
+            except RefusedError as error:
+                logger.warning("xkv: copies between GPU and ring are queued one by one from now on: %s", error)
+                self._batches = None
+            else:
+                return
+        self.enqueue(stream, partial(_copy_one_by_one, copies, into_device=into_device))
 
     def await_all(self) -> None:
         """See Device."""
@@ -78,6 +125,7 @@ class CudaDevice:
                         sum(one.nbytes for one in parts),
                     )
                     self._clear_error()
+                    self._batches = None  # not for memory that CUDA does not know, or knows in parts
                     return
                 self._registered.append(part)
 
@@ -91,7 +139,32 @@ class CudaDevice:
 
     def unregister(self) -> None:
         """See Device."""
+        self._batches = None
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             while self._registered:
                 runtime.cudaHostUnregister(self._registered.pop().ctypes.data)
+
+
+def _copy_batch(batches: BatchedCopies, stream: int, copies: Sequence[Copies], *, into_device: bool) -> None:
+    staged: list[int] = []
+    host: list[int] = []
+    sizes: list[int] = []
+    for one in copies:
+        if one.runs:
+            staged_base, host_base = one.staged.data_ptr(), one.host.data_ptr()
+            staged += [staged_base + run.staged_at for run in one.runs]
+            host += [host_base + run.ring_at for run in one.runs]
+            sizes += [run.length for run in one.runs]
+    if sizes:
+        into, sources = (staged, host) if into_device else (host, staged)
+        batches.copy(stream, into, sources, sizes)
+
+
+def _copy_one_by_one(copies: Sequence[Copies], *, into_device: bool) -> None:
+    for one in copies:
+        for run in one.runs:
+            staged = one.staged[run.staged_at : run.staged_at + run.length]
+            host = one.host[run.ring_at : run.ring_at + run.length]
+            into, source = (staged, host) if into_device else (host, staged)
+            into.copy_(source, non_blocking=True)

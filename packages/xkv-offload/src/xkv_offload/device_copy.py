@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Final
 
 from xkv_store.geometry import HEADER_BYTES
@@ -18,7 +17,7 @@ from .copy import Bytes, End, Move
 from .layout import ObjectLayout
 from .metrics import count
 from .rows import ROW_BYTES_MAX, Run, Table, TensorPlace, WavePlan, make_piece, make_table, runs
-from .staging_area import WORD_BYTES, Device, Division, RowCopier, StagingSlot, make_slots
+from .staging_area import WORD_BYTES, Copies, Device, Division, RowCopier, StagingSlot, make_slots
 
 logger = logging.getLogger(__name__)
 
@@ -203,33 +202,26 @@ class DeviceMover:
     def _enqueue(self, direction: _Direction, wave: _Wave) -> None:
         """Queue a wave's steps; nothing here waits for the GPU."""
         device, slot = self._device, wave.slot
-        upload, copy_rows = self._rows.prepare(wave.plan, slot, into_pages=direction.into_pages)
+        plan_bytes, copy_rows = self._rows.prepare(wave.plan, slot, into_pages=direction.into_pages)
+        plan = Copies(slot.plan, slot.host_plan, (Run(0, 0, plan_bytes),) if plan_bytes else ())
         found = runs(wave.plan.pieces, slot_bytes=self._slot_bytes, cut_bytes=self._cut_bytes)
-        copy_runs = partial(self._copy_runs, slot, found, direction.into_pages)
+        copies = Copies(slot.area, self._ring, found)
         rows_stream, ring_stream = direction.rows_stream, direction.ring_stream
         if direction.into_pages:
-            device.enqueue(ring_stream, upload)  # it would wait for copies of later waves if it came after them
-            device.enqueue(ring_stream, copy_runs)
+            device.copy(ring_stream, (plan, copies), into_device=True)  # the plan not behind copies of later waves
             slot.staged.record(ring_stream)
             rows_stream.wait_event(slot.staged)
             _wait_for(wave.marks, rows_stream)
             device.enqueue(rows_stream, copy_rows)
             slot.done.record(rows_stream)
         else:
-            device.enqueue(rows_stream, upload)
+            device.copy(rows_stream, (plan,), into_device=True)
             _wait_for(wave.marks, rows_stream)
             device.enqueue(rows_stream, copy_rows)
             slot.staged.record(rows_stream)
             ring_stream.wait_event(slot.staged)
-            device.enqueue(ring_stream, copy_runs)
+            device.copy(ring_stream, (copies,), into_device=False)
             slot.done.record(ring_stream)
-
-    def _copy_runs(self, slot: StagingSlot, found: Sequence[Run], into_pages: bool) -> None:
-        for run in found:
-            staged = slot.area[run.staged_at : run.staged_at + run.length]
-            ring = self._ring[run.ring_at : run.ring_at + run.length]
-            into, source = (staged, ring) if into_pages else (ring, staged)
-            into.copy_(source, non_blocking=True)
 
     def _end_finished(self) -> int:
         """End the waves whose last step is over, without waiting; how many."""

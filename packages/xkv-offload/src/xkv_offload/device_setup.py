@@ -1,6 +1,7 @@
 """How the KV pages of one GPU are going to be copied.
 
-Owns: the choice between Triton and torch alone, and the proof at start-up that the chosen kernels copy bytes.
+Owns: the choice between Triton and torch alone, and between batches and single copies; the proof at start-up that what
+was chosen copies bytes.
 Must not know: waves, jobs, the ring. Imports torch.
 """
 
@@ -8,7 +9,7 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -20,12 +21,24 @@ from .cuda import CudaDevice
 from .device_copy import DeviceMover
 from .layout import ObjectLayout, Page
 from .mapping import ChunkPart
-from .rows import PIECE_WORDS, ROW_BYTES_MAX, ROW_WORDS, TensorPlace, WavePlan, make_piece, make_table, unit_bytes
-from .staging_area import WORD_BYTES, Device, Division, RowCopier, divide, make_slots
+from .rows import (
+    PIECE_WORDS,
+    ROW_BYTES_MAX,
+    ROW_WORDS,
+    Run,
+    TensorPlace,
+    WavePlan,
+    make_piece,
+    make_table,
+    unit_bytes,
+)
+from .staging_area import WORD_BYTES, Copies, Device, Division, RowCopier, divide, make_slots
 
 logger = logging.getLogger(__name__)
 
 SLOWER: Final = "xkv: KV pages are gathered by torch, page by page, many times slower: %s"
+_PROOF_RUNS: Final = (Run(0, 8_192, 4_096), Run(8_192, 0, 5), Run(12_288, 12_289, 4_095))
+_PROOF_WORDS: Final = 2_048
 _PROOF_BYTES: Final = 251  # a prime: no two rows begin alike
 
 
@@ -37,6 +50,7 @@ def make_device_mover(
     Raises UserError if a fragment does not fit the staging area.
     """
     device = CudaDevice(tensors[0].device)
+    choose_copies(device)
     division = divide(staging_bytes=staging_bytes, slot_bytes=HEADER_BYTES + fragment_bytes)
     places = [TensorPlace(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in tensors]
     return DeviceMover(
@@ -53,6 +67,27 @@ def make_device_mover(
         tensors=places,
         fragment_bytes=fragment_bytes,
     )
+
+
+class BatchingDevice(Device, Protocol):
+    """A device that may copy in batches; `cuda.CudaDevice`, and tests' own."""
+
+    def use_batches(self) -> bool:
+        """From now on, where there are any."""
+
+    def use_no_batches(self) -> None:
+        """From now on."""
+
+
+def choose_copies(device: BatchingDevice) -> None:
+    """A wave's copies in one call where the driver has such a call, and it copies bytes; else one by one."""
+    if not device.use_batches():
+        return
+    try:
+        prove_copies(device)
+    except Exception as error:  # noqa: BLE001 - a driver has a say in it
+        logger.warning("xkv: copies between GPU and ring are queued one by one: %s", error)
+        device.use_no_batches()
 
 
 def choose_rows(
@@ -130,9 +165,32 @@ def prove(device: Device, rows: RowCopier, *, fragment_bytes: int, page_bytes: i
         plan = WavePlan(words_max=division.plan_bytes // WORD_BYTES)
         move = Move(ChunkPart(0, 0, 0, (0,)), layout, (), 0, 0)
         assert plan.add(make_piece(move, table, first=0, fragments=1, staged=0))
-        for work in rows.prepare(plan, slot, into_pages=into_pages):
-            device.enqueue(stream, work)
+        plan_bytes, copy_rows = rows.prepare(plan, slot, into_pages=into_pages)
+        device.copy(stream, (Copies(slot.plan, slot.host_plan, (Run(0, 0, plan_bytes),)),), into_device=True)
+        device.enqueue(stream, copy_rows)
         slot.done.record(stream)
         slot.done.synchronize()
         if not torch.equal(target.cpu(), expected):
             raise RuntimeError("the kernel did not copy what it was to copy")
+
+
+def prove_copies(device: Device) -> None:
+    """Copy some runs to the GPU and some back, in memory of our own; raises where a byte is wrong."""
+    staged, words = device.zeros(_PROOF_WORDS * WORD_BYTES), device.pinned_words(_PROOF_WORDS)
+    host = words.view(torch.int8)
+    content = (torch.arange(len(host)) % _PROOF_BYTES).to(torch.uint8).view(torch.int8)
+    stream, done = device.stream(urgent=False), device.event()
+    for into_device in (True, False):
+        into, source = (staged, host) if into_device else (host, staged)
+        source.copy_(content)
+        into.zero_()
+        expected = torch.zeros_like(content)
+        for run in _PROOF_RUNS:
+            at, source_at = (run.staged_at, run.ring_at) if into_device else (run.ring_at, run.staged_at)
+            expected[at : at + run.length] = content[source_at : source_at + run.length]
+        device.await_all()
+        device.copy(stream, (Copies(staged, host, _PROOF_RUNS),), into_device=into_device)
+        done.record(stream)
+        done.synchronize()
+        if not torch.equal(into.cpu(), expected):
+            raise RuntimeError("a batch did not copy what it was to copy")

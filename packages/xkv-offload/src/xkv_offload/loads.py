@@ -64,6 +64,7 @@ class Loads:
         self._done = done
         self._waiting: deque[_Fetch] = deque()
         self._open: dict[int, list[_Fetch]] = {}
+        self._scattered_had: list[tuple[int, Leased | None]] = []
         self._feeding = False
 
     def submit(self, job: Job, plan: Plan, spec: XkvTransferSpec, mark: object, blocks: npt.NDArray[np.int64]) -> None:
@@ -292,7 +293,15 @@ class Loads:
                 self._count_error(error)
                 self._settle_failed(fetch)
         finally:
-            self._give_back(fetch)
+            self._scattered_had.append(self._taken(fetch))
+
+    def flush(self) -> None:
+        """On the copy thread, after each piece of work: what its copies have read is given back, and given out anew."""
+        had, self._scattered_had = self._scattered_had, []
+        if had:
+            self._context.client.leases.release(*(leased for _, leased in had if leased is not None))
+            self._context.client.lease_budget.give(sum(share for share, _ in had))
+            self._feed()
 
     def _again(self, fetch: _Fetch) -> None:
         """Ask once more for what this thread has settled, before all others; the job's deadline bounds how often."""

@@ -264,6 +264,8 @@ def _append(found: list[Run], run: Run) -> None:
 
 
 def _cut(run: Run, cut_bytes: int) -> list[Run]:
+    if run.ring_at % cut_bytes + run.length <= cut_bytes:
+        return [run]
     parts = []
     done = 0
     while done < run.length:

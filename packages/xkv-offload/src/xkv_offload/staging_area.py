@@ -6,12 +6,12 @@ Must not know: what is copied through a slot, how rows are copied, CUDA (a `Devi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from xkv_store.errors import UserError
 
 from .copy import Bytes
-from .rows import WavePlan
+from .rows import Run, WavePlan, Words
 
 Work = Callable[[], None]
 """Something that queues work on the device's current stream and does not wait for it."""
@@ -40,6 +40,14 @@ class Event(Protocol):
         """Wait until it is."""
 
 
+class Copies(NamedTuple):
+    """Runs of bytes between a piece of GPU memory and one of host memory, both flat int8 tensors."""
+
+    staged: Any
+    host: Any
+    runs: Sequence[Run]
+
+
 class Device(Protocol):
     """What copies need of a GPU; `cuda.CudaDevice`, and tests' own."""
 
@@ -64,6 +72,9 @@ class Device(Protocol):
     def enqueue(self, stream: Any, work: Work) -> None:
         """Call `work` with `stream` as the current one."""
 
+    def copy(self, stream: Any, copies: Sequence[Copies], *, into_device: bool) -> None:
+        """Queue all these runs on `stream`, in any order among themselves."""
+
     def await_all(self) -> None:
         """Wait for everything that was queued on the device. At start-up alone."""
 
@@ -77,21 +88,24 @@ class Device(Protocol):
 class RowCopier(Protocol):
     """Copies the rows of a wave between pages and a staging slot."""
 
-    def prepare(self, plan: WavePlan, slot: "StagingSlot", *, into_pages: bool) -> tuple[Work, Work]:
-        """What to queue to make the wave known to the GPU (at any time before), and to copy its rows."""
+    def prepare(self, plan: WavePlan, slot: "StagingSlot", *, into_pages: bool) -> tuple[int, Work]:
+        """How many bytes of `slot.host_plan` belong into `slot.plan`, and what to queue then to copy the rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingSlot:
-    """Room for a wave: `area` holds whole ring slots, `words` its plan; `host_words` is where that comes from.
+    """Room for a wave: `area` (at `address`) holds whole ring slots, `plan` its plan, which comes from `host_plan`.
 
-    `staged`: between the wave's two streams. `done`: after all of it.
+    `words`, `host_words`: the same plans as words. `staged`: between the wave's two streams. `done`: after all of it.
     """
 
     area: Any
+    address: int
     slot_bytes: int
+    plan: Any
+    host_plan: Any
     words: Any
-    host_words: Any
+    host_words: Words
     staged: Event
     done: Event
 
@@ -134,12 +148,18 @@ def make_slots(device: Device, *, division: Division, slot_bytes: int) -> list[l
     for number in range(DIRECTIONS * division.slots_per_direction):
         begin = number * division.bytes_per_slot
         plan_end = begin + division.plan_bytes
+        area = everything[plan_end : plan_end + division.fragments * slot_bytes]
+        plan = everything[begin:plan_end]
+        host_words = device.pinned_words(division.plan_bytes // WORD_BYTES)
         made.append(
             StagingSlot(
-                area=everything[plan_end : plan_end + division.fragments * slot_bytes],
+                area=area,
+                address=area.data_ptr(),
                 slot_bytes=slot_bytes,
-                words=everything[begin:plan_end].view(torch.int64),
-                host_words=device.pinned_words(division.plan_bytes // WORD_BYTES),
+                plan=plan,
+                host_plan=host_words.view(torch.int8),
+                words=plan.view(torch.int64),
+                host_words=host_words.numpy(),
                 staged=device.event(),
                 done=device.event(),
             )

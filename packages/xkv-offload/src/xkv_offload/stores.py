@@ -53,6 +53,7 @@ class Stores:
         self._lock = lock
         self._done = done
         self._bytes_in_flight = 0
+        self._gathered_puts: list[PutObject] = []
 
     def submit(self, job: Job, plan: Plan, spec: XkvTransferSpec, mark: object) -> None:
         """Store what `plan` says, whose pages are written by `mark`: one copy per object, in order.
@@ -115,14 +116,20 @@ class Stores:
             position=spec.positions[key],
             replace=spec.replace[key],
         )
+        self._gathered_puts.append(put)
         self._done(stored.job, stored.size)
         self._context.count("store_objects")
         self._context.count("store_bytes", stored.size)
-        context.client.put([put], partial(self._answered, stored.size))
 
-    def _answered(self, size: int, answer: StoredObject) -> None:
-        """On the client's thread: the gateway has the object, or not; the slots are free again."""
-        self._add_ring_bytes([size], sign=-1)
+    def flush(self) -> None:
+        """On the copy thread, after each piece of work: what that has gathered is put, in one message."""
+        puts, self._gathered_puts = self._gathered_puts, []
+        if puts:
+            self._context.client.put(puts, partial(self._answered, puts))
+
+    def _answered(self, puts: Sequence[PutObject], answer: StoredObject) -> None:
+        """On the client's thread: the gateway has one of these objects, or not; its slots are free again."""
+        self._add_ring_bytes([puts[answer.index].length], sign=-1)
         held = answer.status in (StoreStatus.CONFIRMED, StoreStatus.HELD)
         self._context.count("confirmed_objects" if held else "refused_objects")
 

@@ -165,6 +165,7 @@ class XkvWorker:
         try:
             if not self._thread.is_alive():
                 self._context.mover.close()
+                self._flush()
         except Exception:
             self._context.count("worker_errors")
             logger.exception("Ending the copies failed")
@@ -298,10 +299,12 @@ class XkvWorker:
         """The copy thread: begins copies as they come, and ends those under way where there is none to begin."""
         while True:
             try:
+                self._flush()
                 work = self._queue.pop_now()
                 if work is None:
                     if self._context.mover.advance():
                         continue
+                    self._flush()  # the copies that it ended may have been the last
                     work = self._queue.pop()
                     if work is None:
                         return
@@ -309,6 +312,11 @@ class XkvWorker:
             except Exception:
                 self._context.count("worker_errors")
                 logger.exception("A copy failed")
+
+    def _flush(self) -> None:
+        """Tell the gateway what the last piece of work has ended: many objects at once, where many end at once."""
+        self._stores.flush()
+        self._loads.flush()
 
 
 def _span(spec: Any) -> _Span:

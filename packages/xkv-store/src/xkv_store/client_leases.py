@@ -76,9 +76,17 @@ class ClientLeases:
         """Whether the slots have been this lease's all the time: to be asked after they were copied."""
         return self._sender.control.term(self._rank) == leased.term
 
-    def release(self, leased: Leased) -> None:
-        """The slots are copied. Nothing happens where the lease's session has ended: so have its leases."""
-        self._sender.say(leased.epoch, lambda session: session.release(leased.number, (leased.place,)))
+    def release(self, *objects: Leased) -> None:
+        """Their slots are copied. Nothing happens where a lease's session has ended: so have its leases."""
+        places: dict[tuple[int, int], list[int]] = {}
+        for leased in objects:
+            places.setdefault((leased.epoch, leased.number), []).append(leased.place)
+        for (epoch, number), released in places.items():
+            self._sender.say(epoch, _releasing(number, tuple(released)))
 
     def _session(self) -> tuple[int, int]:
         return self._sender.epoch, self.term
+
+
+def _releasing(lease: int, places: tuple[int, ...]) -> Callable[[ClientSession], wire.FromClient]:
+    return lambda session: session.release(lease, places)
