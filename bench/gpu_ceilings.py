@@ -52,12 +52,26 @@ def seconds_on_gpu(work: Callable[[], None], repeats: int = REPEATS) -> float:
     return float(statistics.median(taken))
 
 
+def _copies_alone(source: Any, target: Any, size: int) -> float:
+    """Bytes a second of copies of this size, one after the other, each of other bytes; no launch between them."""
+    places = [slice(at, at + size) for at in range(0, len(source), size)]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for place in places:
+            target[place].copy_(source[place])
+    return len(source) / seconds_on_gpu(graph.replay)
+
+
 def ceilings(figures: Figures, ring: Any) -> None:
     """Device to device (bytes copied, so half the traffic); the registered ring in copies of some sizes, one by one."""
     source = torch.randint(-128, 127, (2 << 30,), dtype=torch.int8, device="cuda")
     target = torch.empty_like(source)
     rate = len(source) / seconds_on_gpu(lambda: target.copy_(source)) / GB
     figures.add("d2d", "device to device, 2 GiB", rate, f"{rate:,.0f} GB/s")
+    for size in (32 * MIB, 128 * MIB):
+        rate = _copies_alone(source, target, size) / GB
+        figures.add(f"d2d_{size // MIB}m", f"device to device, copies of {size // MIB} MiB", rate, f"{rate:,.0f} GB/s")
     for size, pitch in (
         (256 * MIB, 256 * MIB),
         (32 * MIB, 32 * MIB),

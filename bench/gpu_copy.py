@@ -106,13 +106,14 @@ def kernels(figures: Figures, page_bytes: int, name: str, wave_bytes: int) -> No
                 launch()
         moved = len(slots) * objects * layout.chunk_bytes
         rate = moved / seconds_on_gpu(graph.replay) / GB
-        ratio = rate / figures.values["d2d"]
+        alone = figures.values[f"d2d_{wave_bytes // MIB}m"]
+        ratio = rate / alone
         what = f"{key}, pages of {name}, waves of {wave_bytes // MIB} MiB"
         figures.add(
             f"{key}_{page_bytes}_{wave_bytes // MIB}m",
             what,
             ratio,
-            f"{ratio:.2f} of device to device ({rate:,.0f} GB/s)",
+            f"{ratio:.2f} of device to device, copies of that size ({rate:,.0f} GB/s)",
         )
 
 
@@ -419,12 +420,14 @@ def all_copies(figures: Figures, ring: Ring) -> None:
         raise failed[0]
 
 
-def all_jobs(figures: Figures, memory: Path, disk: Path | None) -> None:
+def all_jobs(figures: Figures, options: argparse.Namespace) -> None:
     """A card in memory, a card on the disk; with slots of some sizes."""
-    for where, parent in (("memory", memory), ("disk", disk)):
-        for slot_bytes in (SLOT_BYTES, 4 * SLOT_BYTES, 16 * SLOT_BYTES):
+    for where in options.where.split(","):
+        parent = {"memory": options.memory, "disk": options.disk}[where]
+        for slot_kib in map(int, options.slots.split(",")):
+            words = ["--io-threads", str(options.io_threads), "--databases", "8"]
             with tempfile.TemporaryDirectory(dir=parent) as folder:
-                whole_jobs(figures, Path(folder), where, ["--io-threads", "16", "--databases", "8"], slot_bytes)
+                whole_jobs(figures, Path(folder), where, words, slot_kib << 10)
             torch.cuda.empty_cache()
 
 
@@ -434,14 +437,21 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--memory", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--disk", type=Path)
+    parser.add_argument("--where", default="memory,disk", help="of the card, for jobs")
+    parser.add_argument("--slots", default="256,1024,4096", help="KiB, for jobs")
+    parser.add_argument("--io-threads", type=int, default=16)
     parser.add_argument("--parts", default="check,kernels,batches,copies,beside,jobs")
     options = parser.parse_args()
     began = time.monotonic()
     figures = Figures()
     ring = Ring.create(2 * JOB_BYTES // SLOT_BYTES, SLOT_BYTES)
     device = CudaDevice(torch.device("cuda", 0))
+    huge = ring.use_huge_pages([range(ring.slots)]) / ring.array.nbytes
+    text = f"{huge:.2f} of it ({time.monotonic() - began:.2f} s)"
+    figures.add("huge_pages", "the ring in huge pages", huge, text)
+    registering = time.monotonic()
     device.register([ring.array])
-    registered_s = (time.monotonic() - began) * GB / ring.array.nbytes
+    registered_s = (time.monotonic() - registering) * GB / ring.array.nbytes
     figures.add("register_s_per_gb", "registration of the ring, for each GB", registered_s, f"{registered_s:.2f} s")
     host = device.host_bytes(ring.array)
     ceilings(figures, host)
@@ -451,7 +461,7 @@ def main() -> int:
         "batches": partial(batches, figures, host),
         "copies": partial(all_copies, figures, ring),
         "beside": partial(beside, figures, ring),
-        "jobs": partial(all_jobs, figures, options.memory, options.disk),
+        "jobs": partial(all_jobs, figures, options),
     }
     failed = []
     for name in options.parts.split(","):

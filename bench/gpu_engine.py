@@ -88,7 +88,7 @@ def offloading(name: str, folder: Path) -> dict[str, Any] | None:
         "xkv.socket_dir": str(folder / "sockets"),
         "xkv.capacity_bytes": 28 * GIB,
         "xkv.databases": 8,
-        "xkv.io_threads": 12,
+        "xkv.io_threads": 16,
         "xkv.linger_s": 5.0,
         "xkv.connect_timeout_ms": 60_000,
         **OF_XKV[name],
