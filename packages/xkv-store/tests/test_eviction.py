@@ -174,6 +174,40 @@ def test_what_was_used_often_before_a_restart_still_was() -> None:
     assert [record.family & OFTEN for record in card.records.values()] == [OFTEN]
 
 
+YEAR_US = 365 * 24 * 3_600 * 1_000_000
+
+
+@pytest.mark.parametrize("ahead", [1_000, YEAR_US, (1 << 63) - 1_000_000, (1 << 64) - 20])
+def test_what_came_while_an_engines_clock_was_ahead_leaves_in_its_turn(ahead: int) -> None:
+    """It would have outlived all that came until the clock of the one engine that was set had caught up."""
+    card = FakeCard()
+    for number in range(4):
+        card.add(key_of(number), ahead + number)
+    for number in range(4, 8):
+        card.add(key_of(number), 10 + number)
+        card.add(key_of(10 + number), ahead + number)  # another engine's, whose clock nobody has set
+    assert [card.evict() for _ in range(12)] == [[key_of(n)] for n in (0, 1, 2, 3, 4, 14, 5, 15, 6, 16, 7, 17)]
+
+
+def test_chunks_of_requests_that_come_by_turns_leave_with_their_own_the_latest_first() -> None:
+    card = FakeCard()
+    for position in range(3):
+        for request in (9, 4, 7):
+            card.add(key_of(10 * request + position), request, position)
+    assert [card.evict() for _ in range(9)] == [[key_of(n)] for n in (92, 91, 90, 42, 41, 40, 72, 71, 70)]
+
+
+def test_a_request_that_goes_on_is_known_however_many_have_come_since_it_began() -> None:
+    card = FakeCard()
+    card.add(key_of(0), 5, 0)
+    for other in range(2 * FAMILIES_MAX):
+        card.recency.came(other, 100 + other, card.generation)
+        if other % (FAMILIES_MAX - 2) == 0:
+            card.add(key_of(1 + other), 5, 1 + other)
+    assert len({record.family for record in card.records.values()}) == 1
+    assert len(card.records) == 4
+
+
 @pytest.mark.parametrize("forgotten", [False, True])
 def test_new_chunks_leave_before_the_prefix_that_they_were_put_behind(forgotten: bool) -> None:
     """On a small card a prompt's puts are a good part of what it holds: their end is younger than its beginning."""

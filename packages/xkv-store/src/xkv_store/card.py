@@ -71,7 +71,7 @@ class Card:
         loaded, capacity = opened.loaded, max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
         self.table = TableWriter.create(capacity, self.uuid, self.boot_id)
         self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
-        self._recency = Recency(self.slots_total, self.table, opened.generation)
+        self._recency = Recency(self.slots_total, self.table, opened.generation, loaded.newest_family)
         self._chooser = Chooser(self._recency)
         self._budget, self._own_budget = Budget(EVICTION_STEPS_MAX), Budget(EVICTION_STEPS_MAX)
         self._flying: dict[bytes, PutPlan] = {}
