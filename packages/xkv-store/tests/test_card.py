@@ -549,6 +549,40 @@ def test_pinned_and_uncommitted_chunks_stay(make: Make) -> None:
     assert hits(driver, range(4)) == [0, 2, 3]
 
 
+def test_later_chunks_of_a_request_leave_next_where_its_turn_has_come(make: Make) -> None:
+    """The hand had been there: they stayed until it began anew, while what others stand behind left."""
+    driver = make(slots=8)
+    for number in range(8):
+        driver.put(key_of(number), data_of(number), family=number // 3, position=number)
+    for late in (10, 11):
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+        driver.settle(2 * GRACE_MS)
+        left = hits(driver, range(12))
+        driver.put(key_of(late), b"x", family=0, position=late)
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+        driver.settle(2 * GRACE_MS)
+        assert hits(driver, range(12)) == left
+        driver.put(key_of(20 + late), b"x", family=late)
+    assert left == [0, *range(3, 8)]
+
+
+def test_what_was_read_while_its_turn_came_leaves_within_two_turns_of_a_small_card(make: Make) -> None:
+    """It stood behind the hand, which began anew after 2,048 objects: hundreds of turns of this one."""
+    driver = make(slots=8)
+    for number in range(8):
+        put(driver, number)
+    held = driver.card.begin_proof(key_of(0))
+    assert held is not None
+    assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+    assert hits(driver, range(8)) == [0, *range(2, 8)]
+    driver.card.end_get(held)
+    for number in range(8, 8 + 2 * 8):
+        driver.settle(2 * GRACE_MS)
+        put(driver, number)
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+    assert hits(driver, range(1)) == []
+
+
 def test_eviction_goes_ahead_of_a_steady_stream(make: Make) -> None:
     """Puts at a steady rate, below what the reserve can serve, are not shed once the card has seen the rate."""
     driver = make(slots=256)
