@@ -4,6 +4,8 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from xkv_store.eviction import AHEAD_MAX, ORDER_BATCH, OTHERS_PER_OWN, PASS_ENTRIES_MAX, PASSES_MAX, Budget, Chooser
 from xkv_store.ghosts import USES_MAX
@@ -11,6 +13,7 @@ from xkv_store.key import ObjectKey
 from xkv_store.layout import AGAIN, OFTEN, Record, pack_order_key
 from xkv_store.recency import FAMILIES_MAX, LRU, Recency, Weights, kind_of
 from xkv_store.table import TableWriter
+from xkv_store.testing.effort import chances
 
 
 def key_of(number: int, rank: int = 0) -> ObjectKey:
@@ -411,6 +414,44 @@ def test_where_all_is_held_a_small_card_says_so_after_three_passes() -> None:
         budget = Budget(1_000)
         assert card.evict(budget=budget) is None
         assert 1_000 - budget.left <= 10 * PASSES_MAX
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(0, 5), st.booleans()),
+        st.tuples(st.just("ask"), st.integers(0, 40), st.booleans()),
+        st.tuples(st.just("evict"), st.just(0), st.booleans()),
+        st.tuples(st.just("evict"), st.just(0), st.booleans()),
+    ),
+    max_size=120,
+)
+
+
+@chances(200)
+@given(steps=STEPS)
+def test_what_leaves_is_what_was_used_longest_ago_whatever_comes_by_whatever_turns(
+    steps: list[tuple[str, int, bool]],
+) -> None:
+    """Of a namespace alone as well; requests go on, and what has left comes back."""
+    card = FakeCard()
+    makers = {True: key_of, False: stranger}
+    own = {True: card.chooser_of(NAMESPACE), False: card.chooser}
+    for number, (what, which, mine) in enumerate(steps):
+        if what == "put" and makers[mine](number % 41).encode() not in card.records:
+            card.add(makers[mine](number % 41), which, number)
+        elif what == "ask":
+            card.recency.touch(makers[mine](which).tag)
+        elif what == "evict":
+            last = {
+                key: max(
+                    card.recency.asked(ObjectKey.decode(key).tag)[0],
+                    card.recency.filed(record.family, record.generation),
+                )
+                for key, record in card.records.items()
+                if not mine or key.startswith(NAMESPACE)
+            }
+            left = card.evict(chooser=own[mine], objects=len(last), steps=10_000)
+            assert [last[key.encode()] for key in left or ()] == ([min(last.values())] if last else [])
 
 
 def test_work_is_bounded_by_the_budget() -> None:
