@@ -128,12 +128,16 @@ class Ours:
         self._generation += 1
         family = self._recency.came(key.tag, self._family, self._generation)
         record = Record(self._generation, 1, family, position, ())
-        self._records[encoded] = record
-        self._order.add(_place(record), encoded)
+        self._stands(encoded, record)
         self._table.put(key.tag, self._generation, key.bit, 1)
         self._recency.confirmed(key.tag, family)
 
     # --- what `xkv_store.eviction.View` asks for ----------------------------------------------------------
+
+    @property
+    def objects(self) -> int:
+        """See View."""
+        return len(self._records)
 
     def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
         """See View."""
@@ -152,8 +156,12 @@ class Ours:
     def refile(self, key: bytes, record: Record) -> None:
         """See View."""
         self._order.remove(_place(self._records[key]))
+        self._stands(key, record)
+
+    def _stands(self, key: bytes, record: Record) -> None:
         self._records[key] = record
         self._order.add(_place(record), key)
+        self._chooser.came(_place(record), key)
 
 
 def _place(record: Record) -> bytes:

@@ -9,8 +9,10 @@ import pytest
 from xkv_store.card import CardOptions, PutPlan, PutRefusal
 from xkv_store.errors import CorruptObject, MediumError, PeerError
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, Geometry
+from xkv_store.index import MoveObject, doubt
 from xkv_store.key import ObjectKey
-from xkv_store.layout import parse_slot_header
+from xkv_store.layout import AGAIN, Record, pack_record, parse_slot_header
+from xkv_store.recency import FAMILIES_AT_MAX
 from xkv_store.testing.cards import CardDriver
 
 SLOT = 4_096
@@ -476,6 +478,48 @@ def test_the_end_of_a_prefix_leaves_before_its_beginning(make: Make) -> None:
         assert hits(driver, range(8)) == list(range(8 - wanted))
 
 
+def test_what_came_while_an_engines_clock_was_ahead_leaves_in_its_turn(make: Make) -> None:
+    """Also where the gateway was killed, and the index made anew, before the clock was set back."""
+    driver = make(slots=8)
+    year_us = 365 * 24 * 3_600 * 1_000_000
+    for number in range(2):
+        driver.put(key_of(number), data_of(number), family=year_us + number)
+    driver.crash()
+    driver.put(key_of(2), data_of(2), family=2)
+    driver.put(key_of(3), data_of(3), family=2 * year_us)
+    doubt(driver.options.folder / "index")
+    driver.crash()
+    for number in range(4, 8):
+        driver.put(key_of(number), data_of(number), family=number)
+    for left in range(1, 8):
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+        driver.settle(2 * GRACE_MS)
+        assert hits(driver, range(8)) == list(range(left, 8))
+        assert isinstance(driver.put(key_of(99 + left), data_of(left), family=100 + left), PutPlan)
+
+
+@pytest.mark.parametrize("latest", [9, 400 * 365 * 24 * 3_600 * 1_000_000, AGAIN - 1 - 1_700_000_000_000_000])
+def test_what_comes_to_a_card_of_an_earlier_version_stands_behind_what_is_there(make: Make, latest: int) -> None:
+    """Its families are what engines' clocks said; the last one's said nothing that can be."""
+    driver = make(slots=8)
+    now_us = 1_700_000_000_000_000
+    for number, family in enumerate((now_us + 7, now_us, now_us + latest, now_us + 3)):
+        plan = driver.put(key_of(number), data_of(number))
+        assert isinstance(plan, PutPlan)
+        record = Record(plan.generation, plan.length, family, 0, plan.extents)
+        driver.card._index.apply([MoveObject(key_of(number).encode(), pack_record(record))])
+    for life in range(2):
+        driver.crash()
+        for number in (4 + 2 * life, 5 + 2 * life):
+            assert isinstance(driver.put(key_of(number), data_of(number), family=number), PutPlan)
+    orderly = [1, 3, 0, 2, 4, 5, 6, 7] if now_us + latest < FAMILIES_AT_MAX else [1, 3, 0, 4, 5, 6, 7]
+    for left in range(1, len(orderly)):
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+        driver.settle(2 * GRACE_MS)
+        assert hits(driver, range(8)) == sorted({*range(8)} - {*orderly[:left]})
+        driver.put(key_of(99 + left), b"x", family=100 + left)
+
+
 def test_a_chunks_ranks_leave_together(make: Make) -> None:
     driver = make(slots=16)
     for number in range(4):
@@ -503,6 +547,40 @@ def test_pinned_and_uncommitted_chunks_stay(make: Make) -> None:
     assert hits(driver, range(4)) == [0, 2]
     driver.commit()
     assert hits(driver, range(4)) == [0, 2, 3]
+
+
+def test_later_chunks_of_a_request_leave_next_where_its_turn_has_come(make: Make) -> None:
+    """The hand had been there: they stayed until it began anew, while what others stand behind left."""
+    driver = make(slots=8)
+    for number in range(8):
+        driver.put(key_of(number), data_of(number), family=number // 3, position=number)
+    for late in (10, 11):
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+        driver.settle(2 * GRACE_MS)
+        left = hits(driver, range(12))
+        driver.put(key_of(late), b"x", family=0, position=late)
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+        driver.settle(2 * GRACE_MS)
+        assert hits(driver, range(12)) == left
+        driver.put(key_of(20 + late), b"x", family=late)
+    assert left == [0, *range(3, 8)]
+
+
+def test_what_was_read_while_its_turn_came_leaves_within_two_turns_of_a_small_card(make: Make) -> None:
+    """It stood behind the hand, which began anew after 2,048 objects: hundreds of turns of this one."""
+    driver = make(slots=8)
+    for number in range(8):
+        put(driver, number)
+    held = driver.card.begin_proof(key_of(0))
+    assert held is not None
+    assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+    assert hits(driver, range(8)) == [0, *range(2, 8)]
+    driver.card.end_get(held)
+    for number in range(8, 8 + 2 * 8):
+        driver.settle(2 * GRACE_MS)
+        put(driver, number)
+        assert driver.begin(key_of(99), 1) is PutRefusal.SHED
+    assert hits(driver, range(1)) == []
 
 
 def test_eviction_goes_ahead_of_a_steady_stream(make: Make) -> None:

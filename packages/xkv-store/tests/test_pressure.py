@@ -1,5 +1,7 @@
 """The reserve: within its shares, as large as the stream asks for, and no larger for absurd demands."""
 
+import pytest
+
 from xkv_store.pressure import Pressure
 
 GRACE_NS = 1_000_000_000
@@ -38,7 +40,7 @@ def test_a_stream_that_ends_is_forgotten_little_by_little() -> None:
 
 def test_a_demand_lasts_until_it_is_met() -> None:
     pressure = Pressure(64, GRACE_NS)
-    pressure.refused(10)
+    pressure.refused(10, one_in_the_way=False)
     assert pressure.lacking_slots(free=3, on_their_way=2) == 5
     assert pressure.lacking_slots(free=3, on_their_way=7) == 0
     assert pressure.lacking_slots(free=10, on_their_way=0) < 0
@@ -47,5 +49,19 @@ def test_a_demand_lasts_until_it_is_met() -> None:
 
 def test_more_than_half_the_card_is_no_demand() -> None:
     pressure = Pressure(64, GRACE_NS)
-    pressure.refused(33)
+    pressure.refused(33, one_in_the_way=False)
     assert pressure.lacking_slots(free=0, on_their_way=0) == 1
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 64])
+def test_where_one_object_is_all_that_fits_it_makes_way(slots: int) -> None:
+    pressure = Pressure(slots, GRACE_NS)
+    pressure.refused(slots, one_in_the_way=False)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == slots // 64
+    pressure.refused(slots + 1, one_in_the_way=True)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == slots // 64
+    pressure.refused(slots, one_in_the_way=True)
+    assert pressure.lacking_slots(free=0, on_their_way=0) == slots
+    assert pressure.lacking_slots(free=0, on_their_way=slots) == 0
+    assert pressure.lacking_slots(free=slots, on_their_way=0) <= 0
+    assert pressure.lacking_slots(free=0, on_their_way=0) == slots // 64, "it is met"

@@ -18,6 +18,7 @@ from xkv_store.errors import MediumError, UserError
 from xkv_store.geometry import DATA_OFFSET, Geometry
 from xkv_store.key import ObjectKey
 from xkv_store.quotas import Quotas
+from xkv_store.recency import Weights
 from xkv_store.testing.cards import CardDriver
 from xkv_store.testing.peer import Peer
 from xkv_store.testing.processes import running_gateway
@@ -157,6 +158,115 @@ def test_it_sheds_where_it_cannot_make_room(tmp_path: Path) -> None:
         if put_family(driver, A, range(100, 101)) == [True]:
             break
     assert driver.get(key_of(A, 100)) is not None
+    driver.close()
+
+
+@pytest.mark.parametrize(("quota", "object_slots"), [(1, 1), (2, 1), (2, 2), (3, 2), (5, 5)])
+@pytest.mark.parametrize("whole_card", [False, True])
+def test_where_one_object_has_all_of_it_the_next_one_takes_its_place(
+    tmp_path: Path, quota: int, object_slots: int, whole_card: bool
+) -> None:
+    """A quota of one slot was taken once and never again; so was one of three by objects of two."""
+    quotas = () if whole_card else (f"aa={slots_of(quota)}",)
+    driver = CardDriver(options(tmp_path, *quotas, slots=quota if whole_card else 20))
+    taken = []
+    for number in range(12):
+        taken += put_family(driver, A, range(number, number + 1), object_slots)
+        assert held_slots(driver, A) <= quota
+        driver.settle(1_100)
+    assert taken[0]
+    assert sum(taken) >= 6, "each second one at least: one is refused, and room is made for the next"
+    driver.close()
+
+
+@pytest.mark.parametrize("whole_card", [False, True])
+def test_what_is_in_flight_where_one_object_fits_is_not_driven_out_by_what_came_meanwhile(
+    tmp_path: Path, whole_card: bool
+) -> None:
+    """Ranks put their parts at once: each would drive out another's."""
+    driver = CardDriver(options(tmp_path, *(() if whole_card else (f"aa={SLOT}",)), slots=1 if whole_card else 20))
+    flying = driver.begin(key_of(A, 1), 1)
+    assert isinstance(flying, PutPlan)
+    assert driver.begin(key_of(A, 1, rank=1), 1) is PutRefusal.SHED
+    driver.write(flying, b"x")
+    driver.card.finish_put(flying, None)
+    driver.commit()
+    driver.settle(2_000)
+    assert (driver.card.slots()["used"], driver.card.counters().get("evicted_objects", 0)) == (1, 0)
+    driver.close()
+
+
+def put_one(driver: CardDriver, namespace: bytes, number: int) -> bool:
+    """Of a tag and a family of its own."""
+    family = number + 10_000 * namespace[0]
+    return isinstance(driver.put(tagged(namespace, number), b"x", family=family), PutPlan)
+
+
+def tagged(namespace: bytes, number: int) -> ObjectKey:
+    return ObjectKey(namespace, 0, number.to_bytes(8, "big") * 2, 0)
+
+
+def test_what_was_read_while_its_turn_came_leaves_within_two_turns_of_a_small_quota(tmp_path: Path) -> None:
+    driver = CardDriver(options(tmp_path, f"aa={slots_of(8)}"))
+    assert all(put_one(driver, B, number) for number in range(50))
+    assert all(put_one(driver, A, number) for number in range(8))
+    held = driver.card.begin_proof(tagged(A, 0))
+    assert held is not None
+    assert not put_one(driver, A, 1_000)
+    driver.card.end_get(held)
+    for number in range(8, 8 + 2 * 8):
+        driver.settle(1_100)
+        assert put_one(driver, A, number)
+        assert not put_one(driver, A, 1_000 + number)
+    driver.settle(1_100)
+    assert driver.get(tagged(A, 0)) is None
+    assert accounts(driver)[B]["objects"] == 50
+    driver.close()
+
+
+def test_new_objects_of_a_small_quota_do_not_drive_out_what_is_asked_for_while_nobody_looks(tmp_path: Path) -> None:
+    """For 64 choices nobody looked whether some had come: eight turns of this one."""
+    driver = CardDriver(options(tmp_path, f"aa={slots_of(8)}"))
+    assert all(put_one(driver, B, number) for number in range(50))
+    assert all(put_one(driver, A, number) for number in range(8))
+    driver.card.touch(tagged(A, number).tag for number in range(8))
+    driver.card._recency.weights = Weights(1.0, 100.0, 100.0)
+    for number in range(8, 40):
+        assert not put_one(driver, A, 1_000 + number)
+        driver.settle(1_100)
+        driver.settle(1_100)
+        assert put_one(driver, A, number)
+    assert sum(driver.get(tagged(A, number)) is not None for number in range(8)) >= 6
+    driver.close()
+
+
+def test_an_object_of_more_than_half_the_quota_drives_out_no_two_others(tmp_path: Path) -> None:
+    driver = CardDriver(options(tmp_path, f"aa={slots_of(5)}"))
+    assert all(put_family(driver, A, range(2)))
+    for number in range(10, 20):
+        assert put_family(driver, A, range(number, number + 1), 4) == [False]
+        driver.settle(1_100)
+    assert [driver.get(key_of(A, number)) is not None for number in range(2)] == [True, True]
+    driver.close()
+
+
+def test_a_demand_that_is_met_while_nothing_is_used_does_not_drive_out_what_comes_next(tmp_path: Path) -> None:
+    driver = CardDriver(options(tmp_path, f"aa={slots_of(2)}"))
+    assert put_family(driver, A, range(1)) == [True]
+    flying = driver.begin(key_of(A, 1), 1)
+    assert isinstance(flying, PutPlan)
+    assert driver.begin(key_of(A, 2), 1) is PutRefusal.SHED
+    driver.settle(1_100)
+    assert (driver.card.slots()["used"], driver.card.slots()["in_flight"]) == (0, 1)
+    second = driver.begin(key_of(A, 2), 1)
+    assert isinstance(second, PutPlan)
+    for plan in (flying, second):
+        driver.write(plan, b"x")
+        driver.card.finish_put(plan, None)
+    driver.commit()
+    driver.settle(1_100)
+    assert driver.card.counters()["evicted_objects"] == 1
+    assert (driver.card.slots()["used"], driver.card.slots()["limbo"]) == (2, 0)
     driver.close()
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 
+from xkv_store.geometry import GENERATION_BELIEVED_MAX
 from xkv_store.ghosts import USES_MAX
 from xkv_store.layout import AGAIN, OFTEN
 from xkv_store.recency import (
     EDGES,
+    FAMILIES_AT_MAX,
     FAMILIES_MAX,
     LRU,
     SLIGHT,
@@ -83,7 +85,7 @@ def test_a_chunk_that_comes_again_is_of_the_kind_that_its_uses_make_it() -> None
     recency.left(99, 1, 0)
     recency.left(98, 1, USES_MAX - 1)
     families = [recency.came(tag, 7, 5) for tag in (99, 98, 97)]
-    assert families == [AGAIN | 5, OFTEN | 5, 7]
+    assert families == [AGAIN | 5, OFTEN | 5, 5]
     assert [kind_of(family) for family in families] == [1, 2, 0]
     for tag, family in zip((99, 98, 97), families, strict=True):
         table.put(tag, 5, 1, 1)
@@ -101,19 +103,51 @@ def test_one_that_came_again_is_used_though_its_ghost_is_forgotten_before_its_co
     assert [recency.asked(tag) for tag in (99, 98)] == [(5, 1), (5, USES_MAX)]
 
 
-def test_a_family_of_an_engine_that_knows_no_time_is_not_taken_for_one_that_was_asked_again() -> None:
-    assert make()[0].came(5, (1 << 64) - 1, 1) == AGAIN - 1
-
-
 def test_what_comes_of_one_family_is_filed_at_one_time_while_the_family_is_known() -> None:
     recency, _ = make()
-    for generation in (11, 12, 13):
-        recency.came(generation, 7, generation)
-    assert [recency.filed(7, generation) for generation in (11, 12, 13)] == [11, 11, 11]
+    assert [recency.came(generation, 7, generation) for generation in (11, 12, 13)] == [11, 11, 11]
+    assert [recency.filed(11, generation) for generation in (11, 12, 13)] == [11, 11, 11]
     assert recency.filed(AGAIN | 3, 13) == recency.filed(OFTEN | 3, 13) == 3
-    for family in range(8, 9 + FAMILIES_MAX):
+    for family in range(8, 8 + FAMILIES_MAX):
         recency.came(1_000 + family, family, 20)
-    assert recency.filed(7, 13) == 13
+    assert recency.came(5, 7, 21) == 21
+    assert recency.filed(11, 13) == 11
+
+
+def test_a_families_number_is_the_arrival_of_its_first_chunk_whatever_the_engines_say() -> None:
+    """One that was behind came under a clock that had been set; numbers beyond counting are as good as others."""
+    recency, _ = make()
+    sent = [(1 << 64) - 1, 9, 1 << 63, 8, 0, (1 << 64) - 1, 9]
+    assert [recency.came(number, family, number) for number, family in enumerate(sent, 1)] == [1, 2, 3, 4, 5, 1, 2]
+
+
+@pytest.mark.parametrize("newest", [0, 1, 1_700_000_000_000_000, FAMILIES_AT_MAX])
+def test_families_go_on_behind_the_newest_that_the_card_has(newest: int) -> None:
+    """An earlier version's were engines' microseconds. Each life begins with a higher generation than any before."""
+    _, table = make()
+    generation = 5
+    for _ in range(3):
+        recency = Recency(1_024, table, generation, newest)
+        families = [recency.came(number, number, generation + number) for number in (1, 2, 3)]
+        assert newest < families[0] < families[1] < families[2] < AGAIN
+        assert [recency.filed(family, generation + 9) for family in families] == [generation + n for n in (1, 2, 3)]
+        newest, generation = families[-1], generation + (1 << 20)
+
+
+def test_when_what_an_earlier_version_filed_came_is_taken_from_its_own_generation() -> None:
+    _, table = make()
+    newest = 1_700_000_000_000_000
+    recency = Recency(1_024, table, 100, newest)
+    assert [recency.filed(newest - 3_600_000_000, 7), recency.filed(newest, 100)] == [7, 100]
+
+
+def test_a_family_beyond_all_clocks_leaves_no_new_one_beyond_counting() -> None:
+    """Only damage, or an engine that knew no time, has left such on a card: later ones are in order all the same."""
+    _, table = make()
+    lives = [Recency(1_024, table, generation, AGAIN - 1) for generation in (1, 1 << 20, GENERATION_BELIEVED_MAX)]
+    families = [one.came(1, 1, one.now + 1) for one in lives]
+    assert families == sorted(set(families))
+    assert families[-1] < AGAIN
 
 
 def ages(uses: dict[int, int], begun: int) -> Ages:

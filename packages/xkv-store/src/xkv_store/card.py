@@ -64,14 +64,13 @@ class Card:
         self._index = opened.index
         self._boots, self._rebuilt = opened.boots, opened.rebuilt
         self._grace_ns = options.grace_ms * 1_000_000
-        self._overlay = Overlay(opened.index)
-        self._limbo = Limbo()
+        self._overlay, self._limbo = Overlay(opened.index), Limbo()
         self._allocators: list[SlotAllocator] = opened.loaded.allocators()
         self.slots_total = sum(allocator.slots for allocator in self._allocators)
         loaded, capacity = opened.loaded, max(CAPACITY_MIN, self.slots_total * TABLE_ENTRIES_PER_SLOT)
         self.table = TableWriter.create(capacity, self.uuid, self.boot_id)
         self.table.load_many(loaded.tags, loaded.generations, loaded.rank_bits, loaded.fragments)
-        self._recency = Recency(self.slots_total, self.table, opened.generation)
+        self._recency = Recency(self.slots_total, self.table, opened.generation, loaded.newest_family)
         self._chooser = Chooser(self._recency)
         self._budget, self._own_budget = Budget(EVICTION_STEPS_MAX), Budget(EVICTION_STEPS_MAX)
         self._flying: dict[bytes, PutPlan] = {}
@@ -137,7 +136,7 @@ class Card:
             self._allocators, fragments, self._next_database, part_slots_min=PART_SLOTS_MIN, extents_max=EXTENTS_MAX
         )
         if runs is None:
-            self._pressure.refused(fragments)
+            self._pressure.refused(fragments, one_in_the_way=self._objects == 1 and not self._flying)
             self._evict(now_ns)
             return Reason.SHED
         self._next_database = (self._next_database + 1) % len(self._allocators)
@@ -278,6 +277,9 @@ class Card:
             self._generation_ceiling = batch.generation_ceiling
             self._ceiling_asked = False
         plans = []
+        for order_key, key in batch.places:
+            self._chooser.came(order_key, key)
+            self._accounts.came(order_key, key)
         for _, generation, record in self._overlay.settle(batch):
             plan = self._uncommitted.pop(generation)
             self._chunk_rests(plan.encoded_key)
@@ -494,17 +496,17 @@ class Card:
 
     def _evict(self, now_ns: int) -> None:
         """Send chunks to limbo until enough slots are free or on their way, within the tick's bound."""
-        self._evict_while(self._lacking_slots, self._chooser, now_ns, self._budget)
+        self._make_room(self._lacking_slots, self._chooser, self._objects, now_ns, self._budget)
 
     def _evict_own(self, account: Account, now_ns: int, budget: Budget) -> None:
         """The same for a namespace's quota, with its own chunks."""
         if account.chooser is not None:
-            self._evict_while(account.lacking_slots, account.chooser, now_ns, budget)
+            self._make_room(account.lacking_slots, account.chooser, account.objects, now_ns, budget)
 
-    def _evict_while(self, lacking: Callable[[], int], chooser: Chooser, now_ns: int, budget: Budget) -> None:
-        view = Present(self._index, self._overlay, self._busy_chunks, self._pins)
+    def _make_room(self, lacks: Callable[[], int], chooser: Chooser, objects: int, now_ns: int, budget: Budget) -> None:
+        view = Present(self._index, self._overlay, self._busy_chunks, self._pins, objects)
         try:
-            while lacking() > 0 and self._evictable():
+            while lacks() > 0 and self._evictable():
                 chunk = chooser.next_chunk(view, budget)
                 if chunk is None:
                     return

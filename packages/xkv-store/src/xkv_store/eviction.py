@@ -5,11 +5,13 @@ through `View`. Must not know slots, limbo or the clock.
 
 The order of the index is that of the last time that an object was put or, with AGAIN in its family, asked for, as far
 as that is known there: a part for each kind of objects (see `recency`). In each a hand goes from the oldest on; what
-was asked for since it was filed is filed anew, behind, and what was not leaves. So the choice is exact, and what is
-asked for often costs one change of the index in a pass of the hand, not one for each time. Why, and what it is measured
+was asked for since it was filed is filed anew, behind, and what was not leaves. A hand is told of what comes to where
+it has been: later chunks of a request, which leave before its earlier ones. So the choice is exact, and what is asked
+for often costs one change of the index in a pass of the hand, not one for each time. Why, and what it is measured
 against: docs/adr/0014-who-leaves-first.md.
 """
 
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,12 +25,21 @@ from .layout import AGAIN, OFTEN, BadBytesError, Record, pack_order_key, parse_o
 from .recency import AGAIN_KIND, FAMILY_OF_KIND, KIND_OF_USES, USES_OF_KIND, Recency, kind_of
 
 ORDER_BATCH = 64  # entries of the order fetched at a time
-EMPTY_CHOICES = 64  # for so many choices nobody looks whether what may leave has come to a part where nothing was
-PASS_ENTRIES_MAX = 2_048  # then a hand begins anew: what was held is free, what came late may stand behind it
+AHEAD_MAX = (
+    256  # entries that a hand knows of, those among them that came to where it had been: more meets its next pass
+)
+EMPTY_CHOICES = 64  # for so many choices nobody looks into a part where nothing was, unless something comes there
+PASS_ENTRIES_MAX = 2_048  # or as many as there are objects: then a hand begins anew, as what was held is free…
+OTHERS_PER_OWN = 64  # …but one that passes others does not look at more of them by that, for each of its own
+PASSES_MAX = 3  # in a choice: to the end of the present one, one to file anew, one through all: nothing can leave
 
 
 class View(Protocol):
     """What the choice needs to see of the card, and the one thing that it does to it."""
+
+    @property
+    def objects(self) -> int:
+        """How many there are of those that may leave."""
 
     def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
         """(order key, object key) from `order_key` to before `end`."""
@@ -40,7 +51,7 @@ class View(Protocol):
         """Whether something of the chunk is being read or written."""
 
     def refile(self, key: bytes, record: Record) -> None:
-        """The object has another place in the order from now on, that of `record`."""
+        """The object has another place in the order, that of `record`; `Chooser.came` hears when it stands there."""
 
 
 class Budget:
@@ -71,44 +82,58 @@ class _Hand:
 
     begin: bytes
     end: bytes
-    at: bytes = field(init=False)
-    ahead: deque[_Entry] = field(default_factory=deque)
-    seen: int = 0  # entries of this pass, but for those of others than may leave
+    at: bytes = field(init=False)  # from here on nothing is fetched
+    ahead: deque[_Entry] = field(default_factory=deque)  # in their order
+    seen: int = 0  # entries of this pass, but for those of others than may leave…
+    others: int = 0  # …which are these
     rests: int = 0  # choices for which its part counts as one of nothing that may leave
 
     def __post_init__(self) -> None:
         self.at = self.begin
 
     def head(self, view: View, recency: Recency) -> _Entry | None:
-        """The entry that the hand is at; None at the end of its part, from where it begins anew."""
+        """The entry that the hand is at; None at the end of its part, from where it begins anew when that is due."""
         if self.rests:
             self.rests -= 1
             return None
         if not self.ahead:
-            if self.seen >= PASS_ENTRIES_MAX:
+            if self.seen >= PASS_ENTRIES_MAX or self.seen > max(view.objects, self.others // OTHERS_PER_OWN):
                 self.rewind()
-            self.ahead.extend(_entries(view.order_from(self.at, ORDER_BATCH, self.end), recency))
-            if not self.ahead:
-                self.rests = 0 if self.seen else EMPTY_CHOICES
-                self.rewind()
+            pairs = view.order_from(self.at, ORDER_BATCH, self.end)
+            if not pairs:
+                if not self.seen:
+                    self.rests = max(EMPTY_CHOICES, self.others // OTHERS_PER_OWN)
+                if not self.seen or self.seen >= self.others // OTHERS_PER_OWN:
+                    self.rewind()
                 return None
+            self.at = pairs[-1][0] + b"\0"
+            self.ahead.extend(_entries(pairs, recency))
         return self.ahead[0]
 
     def pass_on(self, *, counts: bool) -> None:
         """The entry is dealt with. Where it `counts` not, those that do may all stand behind many such."""
-        self.at = self.ahead.popleft().order_key + b"\0"
+        self.ahead.popleft()
         self.seen += counts
+        self.others += not counts
 
-    def makes_room(self, order_key: bytes) -> None:
-        """An entry has come here: what was fetched from behind it is fetched again."""
-        self.rests = 0
-        self.at = min(self.at, order_key)
-        while self.ahead and self.ahead[-1].order_key > order_key:
-            self.ahead.pop()
+    def misses(self, order_key: bytes) -> bool:
+        """Whether it goes on without what comes to that place, unless it is told of it."""
+        return order_key < self.at or self.rests > 0
+
+    def take(self, entry: _Entry) -> None:
+        """It is told of what it misses."""
+        if self.rests:  # nothing else is in its part
+            self.rests, self.at = 0, entry.order_key
+            return
+        place = bisect_left(self.ahead, entry)
+        if place == len(self.ahead) or self.ahead[place].order_key != entry.order_key:
+            self.ahead.insert(place, entry)
+        if len(self.ahead) > AHEAD_MAX:
+            self.at = self.ahead.pop().order_key
 
     def rewind(self) -> None:
         """Begin anew."""
-        self.at, self.seen = self.begin, 0
+        self.at, self.seen, self.others = self.begin, 0, 0
         self.ahead.clear()
 
 
@@ -148,21 +173,31 @@ class Chooser:
         self._only = only
         self._hands = [_Hand(begin, end) for begin, end in pairwise(_BOUNDS)]  # by kind
 
+    def came(self, order_key: bytes, key: bytes) -> None:
+        """An object that may leave stands at that place of the order from now on."""
+        family, _, generation = parse_order_key(order_key)
+        hand = self._hands[kind_of(family)]
+        if hand.misses(order_key):
+            filed = self._recency.filed(family, generation)
+            hand.take(_Entry(order_key, key, family, generation, filed))
+
     def next_chunk(self, view: View, budget: Budget) -> list[tuple[bytes, Record]] | None:
         """The objects of the next chunk to leave; None when the budget is spent or nothing can leave."""
-        ends = 0
-        while budget.left > 0:
+        ends, looks_left = 0, PASSES_MAX * view.objects + ORDER_BATCH  # the order may show some that have left
+        while budget.left > 0 and looks_left:
             hand = self._oldest(view, budget)
             if hand is None:
                 if budget.left <= 0:
                     return None
                 for one in self._hands:
                     one.rests = 0
+                    one.rewind()
                 ends += 1
-                if ends > 2:  # once to finish this pass, once through all: nothing can leave
+                if ends == PASSES_MAX:
                     return None
                 continue
             budget.left -= 1
+            looks_left -= 1
             entry = hand.ahead[0]
             hand.pass_on(counts=True)
             chunk = self._consider(view, entry)
@@ -210,17 +245,13 @@ class Chooser:
         asked, uses = recency.asked(tags[0]) if len(tags) == 1 else max(map(recency.asked, tags))
         kind = max(kind_of(entry.family), KIND_OF_USES[uses])
         if asked > entry.filed:
-            self._file_anew(view, chunk, FAMILY_OF_KIND[kind or AGAIN_KIND] | asked)
+            family = FAMILY_OF_KIND[kind or AGAIN_KIND] | asked
+            for rank_key, record in chunk:
+                view.refile(rank_key, record._replace(family=family))
             return None
         for tag in tags:
             recency.left(tag, entry.filed, max(uses, USES_OF_KIND[kind]))
         return chunk
-
-    def _file_anew(self, view: View, chunk: list[tuple[bytes, Record]], family: int) -> None:
-        hand = self._hands[kind_of(family)]
-        for rank_key, record in chunk:
-            view.refile(rank_key, record._replace(family=family))
-            hand.makes_room(pack_order_key(family, record.position, record.generation))
 
 
 def tags_of(chunk: list[tuple[bytes, Record]]) -> tuple[int, ...]:

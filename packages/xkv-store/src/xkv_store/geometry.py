@@ -22,7 +22,6 @@ DATABASES_MAX = 256  # per card; each costs the gateway a descriptor or two
 SLOTS_PER_DATABASE_MAX = (1 << 32) - 1  # an extent's slot number has 32 bits
 FRAGMENTS_MAX = (1 << 32) - 1  # a header's fragment index has 32 bits
 EXTENTS_MAX = (1 << 16) - 1  # a record's extent count has 16 bits
-GENERATION_MAX = (1 << 64) - 1
 GENERATION_BELIEVED_MAX = 1 << 62  # no card has ever counted so far: a larger one is damage, and would leave no next
 
 NAMESPACE_BYTES = 16

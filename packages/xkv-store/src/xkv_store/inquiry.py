@@ -7,7 +7,7 @@ Must not know: options, what is printed, how hashes or identities come about.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from . import identities
 from .errors import UserError
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .card_view import CardView
-    from .contents import HeldNamespace
     from .identities import Difference
 
 NEIGHBOURS_TOLD_MAX: Final = 3  # other namespaces that an answer compares with
@@ -120,8 +119,3 @@ class Inquiry:
                 "one of them is an engine's after a reset of its cache, or another release of xkv made it",
             )
         return other_identity(found, what=f"namespace {there.hex()}")
-
-
-def namespace_value(one: HeldNamespace | None, namespace: bytes) -> dict[str, Any]:
-    """A namespace in an answer."""
-    return {"namespace": namespace.hex(), "objects": 0 if one is None else one.objects}

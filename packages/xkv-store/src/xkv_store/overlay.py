@@ -13,7 +13,7 @@ from typing import TypeAlias
 from .errors import MediumError
 from .geometry import RANK_MAX
 from .index import Change, Index, MoveObject, RemoveNamespace, RemoveObject, SetNamespace, SetObject
-from .layout import BadBytesError, Record, pack_record, parse_record
+from .layout import BadBytesError, Record, order_key_of, pack_record, parse_record
 from .limbo import Ghost
 
 CHANGES_PER_BATCH_MAX = 4_096  # a transaction of some 20 ms: what a confirmation may wait for another
@@ -44,6 +44,12 @@ class CommitBatch:
     def changes(self) -> Iterable[Change]:
         """What to apply."""
         return [step.change for step in self.steps]
+
+    @property
+    def places(self) -> list[tuple[bytes, bytes]]:
+        """(order key, key) of each object that it sets or moves: where it stands in the order once that is done."""
+        moved = [change for change in self.changes if isinstance(change, SetObject | MoveObject)]
+        return [(order_key_of(change.record), change.key) for change in moved]
 
 
 _Entry: TypeAlias = tuple[Step, Record | None]
@@ -235,6 +241,7 @@ class Present:
     overlay: Overlay
     busy_chunks: Container[bytes]  # with an object that is being put, or not yet committed
     pinned: Container[int]  # generations that are being read
+    objects: int  # of those that may leave
 
     def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
         """(order key, object key) of the next committed objects."""

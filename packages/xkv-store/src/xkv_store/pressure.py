@@ -8,7 +8,7 @@ RESERVE_SHARE_MIN = 64  # free slots kept ahead: at least this part of the cardâ
 RESERVE_SHARE_MAX = 8  # â€¦and at most this part, however fast puts come
 STREAM_MARGIN_SHARE = 2  # half more than a grace time's puts: commits and ticks take their time, and streams grow
 PEAK_FADES_SHARE = 32  # stores come in bursts: after a pause, the next one finds its reserve, which shrinks slowly
-DEMAND_SHARE_MAX = 2  # nothing leaves for an object that is larger than this part (half) of the card
+DEMAND_SHARE_MAX = 2  # no two objects leave for one that is larger than this part (half) of the card
 
 _PERIOD_NS_MIN = 1_000_000
 
@@ -40,9 +40,9 @@ class Pressure:
         """A put asked for `slots` slots."""
         self._put_slots += slots
 
-    def refused(self, slots: int) -> None:
-        """It did not get them."""
-        if slots <= self._total // DEMAND_SHARE_MAX:
+    def refused(self, slots: int, *, one_in_the_way: bool) -> None:
+        """It did not get them. One object alone makes way for another of any size: else the first would be the last."""
+        if slots <= self._total // DEMAND_SHARE_MAX or (one_in_the_way and slots <= self._total):
             self._demand_slots = max(self._demand_slots, slots)
 
     def lacking_slots(self, *, free: int, on_their_way: int) -> int:

@@ -110,7 +110,7 @@ class Account:
         self.room.put(slots)
         if self.held + slots <= self.quota_slots:
             return True
-        self.room.refused(slots)
+        self.room.refused(slots, one_in_the_way=self.objects == 1 and not self.in_flight)
         return False
 
 
@@ -150,6 +150,12 @@ class Accounts:
         """The namespace's account, where it has something of the card."""
         return self._accounts.get(namespace)
 
+    def came(self, order_key: bytes, key: bytes) -> None:
+        """An object stands at that place of the order of eviction from now on."""
+        account = self._accounts.get(key[:NAMESPACE_BYTES])
+        if account is not None and account.chooser is not None:
+            account.chooser.came(order_key, key)
+
     @property
     def slot_bytes(self) -> int:
         """What a slot counts."""
@@ -163,7 +169,7 @@ class Accounts:
                 del self._accounts[account.namespace]
             elif account.room is not None:
                 account.room.advance(now_ns)
-                if account.used and account.lacking_slots() > 0:
+                if account.lacking_slots() > 0 and account.used:  # the former forgets a demand that is met
                     lacking.append(account)
         return lacking
 

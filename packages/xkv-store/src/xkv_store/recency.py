@@ -31,7 +31,8 @@ WHEN_MASK = (1 << WHEN_BITS) - 1  # of a generation: ages are modulo this
 # A lookup, its load and what each rank asks are one use: what is asked for within one of such spells counts once.
 SPELL_SHARE = 32  # of as many puts as the card holds objects…
 SPELL_PUTS_MAX = 4_096  # …and a second, at the most puts that a gateway can do
-FAMILIES_MAX = 1_024  # whose chunks come at about the same time
+FAMILIES_MAX = 4_096  # whose chunks come at about the same time: of what an engine serves within a minute
+FAMILIES_AT_MAX = 1 << 61  # where they are counted from: no engine's clock comes near it, and none gets to AGAIN
 
 _STEPS_PER_DOUBLING = 4
 _DOUBLINGS = 40
@@ -74,9 +75,15 @@ class Stamps(Protocol):
 
 
 class Recency:
-    """Of one card; its clock is `now`."""
+    """Of one card; its clock is `now`.
 
-    def __init__(self, slots: int, stamps: Stamps, generation: int = 0) -> None:
+    A family is an engine's word for a request: chunks that come with the same one belong together, and no more is made
+    of it. Engines give the time of their clocks, which differ and are set. On the card, a family says when its first
+    chunk came, by the card's clock: so many puts after `_families_at`. That is 0 but for cards of earlier versions,
+    where families are microseconds since 1970: what comes stands behind the newest of them.
+    """
+
+    def __init__(self, slots: int, stamps: Stamps, generation: int = 0, newest_family: int = 0) -> None:
         self.now = generation
         self.weights = LRU
         self._stamps = stamps
@@ -84,7 +91,8 @@ class Recency:
         self._ages = tuple(Ages() for _ in KINDS)
         self._adapted = generation
         self._spell = 1  # puts
-        self._families: dict[int, int] = {}  # when the first chunk of them was put
+        self._families_at = min(max(0, newest_family - generation), FAMILIES_AT_MAX)
+        self._families: dict[int, int] = {}  # engines': when the first chunk was put; those last come are the last
 
     def advance(self, generation: int) -> None:
         """The card's clock."""
@@ -120,18 +128,19 @@ class Recency:
         return now - ((now - found[3]) & WHEN_MASK), found[3] >> WHEN_BITS
 
     def came(self, tag: int, family: int, generation: int) -> int:
-        """An object is put, with that generation: the family it is filed under, AGAIN where its chunk left lately.
+        """An object of an engine's family is put, with that generation: the family it is filed under.
 
-        All that came again of one family has one place in time, so that later chunks leave before earlier ones.
+        That is with AGAIN where its chunk left lately. All that comes of one family has one place in time, so that
+        later chunks leave before earlier ones.
         """
         self.now = generation
-        since = self._families.setdefault(family, generation)
+        since = self._families[family] = self._families.pop(family, generation)
         if len(self._families) > FAMILIES_MAX:
             del self._families[next(iter(self._families))]
         ghost = self._ghosts.find(tag, generation)
         if ghost is None:
             self._ages[NEW_KIND].begun(1)
-            return min(family, AGAIN - 1)
+            return self._families_at + since
         age, uses = ghost
         self._ages[KIND_OF_USES[uses]].used(age, 1)
         kind = KIND_OF_USES[min(uses + 1, USES_MAX)]
@@ -151,12 +160,13 @@ class Recency:
     def filed(self, family: int, generation: int) -> int:
         """When an object was last used, as far as its place in the order says: a generation.
 
-        Of what is new and came with one family that is one time, if it was lately: later chunks leave before earlier
-        ones, also where those were not new.
+        Of what is new and came with one family that is one time: later chunks leave before earlier ones, also where
+        those were not new. Of families of an earlier version it is not known.
         """
         if family >= AGAIN:
             return family & ~OFTEN
-        return min(generation, self._families.get(family, generation))
+        since = family - self._families_at
+        return since if 0 < since < generation else generation
 
     def left(self, tag: int, filed: int, uses: int) -> None:
         """A chunk leaves; `filed` is when it was last used."""

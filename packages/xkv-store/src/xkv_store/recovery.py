@@ -26,7 +26,7 @@ from .geometry import (
 )
 from .index import SCAN_BATCH, Index, RemoveObject, SetObject
 from .key import ObjectKey, tag_salt
-from .layout import EXTENT, RECORD, BadBytesError, Extent, Record, SlotHeader, pack_record, parse_slot_header
+from .layout import AGAIN, EXTENT, RECORD, BadBytesError, Extent, Record, SlotHeader, pack_record, parse_slot_header
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ class Loaded:
     lengths: U64s
     used: Used
     namespaces: dict[bytes, tuple[int, int]]  # objects and slots of each
+    newest_family: int  # of new objects
 
     def allocators(self) -> list[SlotAllocator]:
         """The free slots of each database."""
@@ -79,6 +80,7 @@ def load(index: Index, slots: Sequence[int], geometry: Geometry) -> Loaded:
         columns.lengths[good],
         used,
         columns.usage(),
+        columns.newest_family,
     )
 
 
@@ -116,6 +118,7 @@ class _Columns:
         self.tags, self.generations, self.rank_bits, self.fragments, self.lengths = (
             np.zeros(rows, np.uint64) for _ in range(5)
         )
+        self.newest_family = 0
         self._numbers: dict[bytes, int] = {}  # of namespaces
         self._namespaces = np.zeros(rows, np.int64)  # the number of each row's
         self._filled = 0
@@ -162,7 +165,7 @@ class _Columns:
         return {name: (objects[number], slots[number]) for name, number in self._numbers.items() if objects[number]}
 
     def _add_records(self, records: list[bytes]) -> None:
-        """Generations, lengths and extents."""
+        """Generations, lengths, the newest family, and extents."""
         for places, data in _by_length(records):
             rows = places + self._filled
             extents, rest = divmod(data.shape[1] - RECORD.size, EXTENT.size)
@@ -172,6 +175,9 @@ class _Columns:
             self.good[rows] &= _column(data, 28, "<u2") == extents
             self.generations[rows] = _column(data, 0, "<u8")
             self.lengths[rows] = _column(data, 8, "<u8")
+            families = _column(data, 16, "<u8")
+            newest = int(families.max(initial=0, where=families < np.uint64(AGAIN)))
+            self.newest_family = max(self.newest_family, newest)
             self._owner.append(np.repeat(rows, extents))
             self._extents.append(data[:, RECORD.size :].reshape(-1, EXTENT.size))
 

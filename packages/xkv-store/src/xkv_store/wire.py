@@ -131,7 +131,10 @@ class SlotRange(Part, frozen=True):
 
 
 class PutObject(Part, frozen=True):
-    """One object of a put: its encoded key, its length in bytes, its ring slots in fragment order."""
+    """One object of a put: its encoded key, its length in bytes, its ring slots in fragment order.
+
+    `family`: any number, one for all objects of a request; `position`: its place among them.
+    """
 
     key: Key
     length: U64
