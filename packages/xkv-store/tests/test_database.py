@@ -2,7 +2,9 @@
 
 import errno
 import os
+import re
 import stat
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from xkv_store import database as module
 from xkv_store.database import Database, aligned, new_superblock, read_superblock
 from xkv_store.errors import CorruptObject, MediumError, UserError
 from xkv_store.geometry import DATA_OFFSET
+from xkv_store.huge_pages import HUGE_PAGE_BYTES, Mapping
 from xkv_store.layout import Superblock
+from xkv_store.ring import make_sealed_memory
 
 SLOT = 8_192
 UUID = b"card-uuid-16byte"
@@ -335,3 +339,36 @@ def test_a_file_is_one_databases_only(path: Path, tmp_path: Path) -> None:
             use(tmp_path / "alias")
     database.close()
     Database.open(tmp_path / "alias").close()
+
+
+def test_a_file_in_memory_lies_in_huge_pages_and_has_no_hole() -> None:
+    """On a tmpfs; `Mapping`'s own tests say what a kernel can do at all."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder, "db-0.xkv")
+        Database.make(path, superblock(slots=1_000))
+        with path.open("r+b") as file:
+            size = path.stat().st_size
+            assert path.stat().st_blocks * 512 >= size == DATA_OFFSET + 1_000 * SLOT
+            mapping = Mapping(file.fileno(), size)
+        before = [bytes(mapping.memory[at : at + 4_096]) for at in range(0, size, HUGE_PAGE_BYTES)]
+        found = re.search(
+            rf"{re.escape(str(path))}\n(?:[A-Z]\w+:[^\n]*\n)+", Path("/proc/self/smaps").read_text("utf-8")
+        )
+        assert found is not None
+        (mapped,) = re.findall(r"^ShmemPmdMapped: +(\d+) kB", found[0], re.MULTILINE)
+        probe = make_sealed_memory("probe", HUGE_PAGE_BYTES)
+        given = Mapping(probe, HUGE_PAGE_BYTES).use_huge_pages([range(HUGE_PAGE_BYTES)])
+        os.close(probe)
+        assert int(mapped) << 10 == (size // HUGE_PAGE_BYTES) * given
+        assert read_superblock(path).slots == 1_000
+        assert any(before[0]), "the superblock, written before, is still there"
+        assert not any(map(any, before[1:]))
+
+
+def test_a_file_on_a_disk_is_left_in_small_pages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The kernel refuses at the first piece: nothing is read, nothing waits."""
+    caplog.set_level("DEBUG", "xkv_store")
+    path = tmp_path / "db-0.xkv"
+    Database.make(path, superblock(slots=1_000))
+    assert path.stat().st_blocks * 512 >= DATA_OFFSET + 1_000 * SLOT
+    assert "0 of 8 MiB lie in huge pages" in caplog.text

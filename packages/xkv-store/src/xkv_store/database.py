@@ -27,6 +27,7 @@ from .geometry import (
     SUPERBLOCK_COPY_OFFSET,
     Geometry,
 )
+from .huge_pages import Mapping
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
 from .native import UnreachableError, library
 from .private_files import database_path, open_private
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 IOV_MAX = 1_024  # buffers that the kernel takes in one call (UIO_MAXIOV)
 IO_BYTES_MAX = 32 << 20  # bytes per call: long enough for any device's full speed, short enough to stay fair
 SUMMED_BYTES = 512 << 10  # of what is copied by the core: summed while it is in the core's own cache
+HUGE_S_MIN = 1.0
+HUGE_BYTES_PER_S = 2 << 30  # with huge pages at hand 16 GiB/s; small ones are touched at 1.2 to 2.5
 STALLS_MAX = 8  # moves in a row of less than a step: at a file's end for ever, elsewhere a coincidence
 _BLOCK_BYTES = 512  # of st_blocks (stat(3type))
 
@@ -215,6 +218,7 @@ class Database:
             return
         try:
             _expect_room(fd, needed)
+            _use_huge_pages(fd, needed)
             cls._reserve(fd, needed)
         except OSError as error:
             if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
@@ -344,6 +348,19 @@ def aligned_slots(count: int, slot_bytes: int) -> list[memoryview]:
 
 def _database_bytes(superblock: Superblock) -> int:
     return DATA_OFFSET + superblock.slots * superblock.slot_bytes
+
+
+def _use_huge_pages(fd: int, needed: int) -> None:
+    """Let a file that is memory (on a tmpfs) lie in huge pages: each copy in or out of it then costs half as much.
+
+    The kernel refuses for any other file, at the first piece. It takes at most as long as taking small pages does.
+    """
+    if os.fstat(fd).st_size < needed:
+        os.ftruncate(fd, needed)
+    try:
+        Mapping(fd, needed).use_huge_pages([range(needed)], seconds_max=HUGE_S_MIN + needed / HUGE_BYTES_PER_S)
+    except OSError as error:
+        log.debug("no huge pages for a database: %s", error.strerror)
 
 
 def _expect_room(fd: int, needed: int) -> None:

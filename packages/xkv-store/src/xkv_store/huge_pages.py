@@ -62,14 +62,12 @@ class Mapping:
             problem = self._use_huge_page(number)
             taken += not problem
             if problem and problem not in _OF_ONE_PIECE:
-                log.info("no more huge pages: %s", os.strerror(problem))
+                log.debug("no more huge pages: %s", os.strerror(problem))
                 break
             if time.monotonic() > until_s:
                 break
-        if numbers:
-            log.info(
-                "%d of %d MiB lie in huge pages", taken * HUGE_PAGE_BYTES >> 20, len(numbers) * HUGE_PAGE_BYTES >> 20
-            )
+        level = logging.INFO if taken else logging.DEBUG
+        log.log(level, "%d of %d MiB lie in huge pages", _mib(taken), _mib(len(numbers)))
         return taken * HUGE_PAGE_BYTES
 
     def _use_huge_page(self, number: int) -> int:
@@ -78,6 +76,10 @@ class Mapping:
         if libc.madvise(start, _TOUCHED_BYTES, _POPULATE_READ):  # a piece without any page would be refused
             return ctypes.get_errno()
         return ctypes.get_errno() if libc.madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) else 0
+
+
+def _mib(pieces: int) -> int:
+    return pieces * HUGE_PAGE_BYTES >> 20
 
 
 def _pieces(part: range) -> range:
