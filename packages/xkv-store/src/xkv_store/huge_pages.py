@@ -31,7 +31,6 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 _POPULATE_READ: Final = 22
 _COLLAPSE: Final = 25
 _TOUCHED_BYTES: Final = 4_096
-_OF_ONE_PIECE: Final = {errno.EAGAIN, errno.EBUSY}  # somebody uses a page of it just now, or a limit of memory is near
 
 
 class Mapping:
@@ -61,7 +60,7 @@ class Mapping:
         for number in numbers:
             problem = self._use_huge_page(number)
             taken += not problem
-            if problem and problem not in _OF_ONE_PIECE:
+            if problem not in {0, errno.EAGAIN}:  # EAGAIN: somebody uses a page of that piece just now
                 log.debug("no more huge pages: %s", os.strerror(problem))
                 break
             if time.monotonic() > until_s:

@@ -21,6 +21,7 @@ import numpy as np
 from .errors import PeerError, UserError
 from .geometry import IO_STEP_BYTES
 from .huge_pages import Mapping
+from .memory_limit import has_room_for_ring
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -128,7 +129,12 @@ class Ring:
         return self._view[start : start + self.slot_bytes]
 
     def use_huge_pages(self, numbers: Iterable[range]) -> int:
-        """Let these slots lie in huge pages, as far as the kernel can; how many bytes do then. Takes the memory now."""
+        """Let these slots lie in huge pages, as far as the kernel can; how many bytes do then. Takes the memory now.
+
+        Not where the whole ring might be more than there is: then its memory is taken as slots are first touched.
+        """
+        if not has_room_for_ring(self.slots * self.slot_bytes):
+            return 0
         each = self.slot_bytes
         return self._mapping.use_huge_pages([range(some.start * each, some.stop * each) for some in numbers])
 

@@ -1,6 +1,6 @@
 """What the kernel lets a process have: memory that may be locked, memory at all, and huge pages.
 
-Owns: reading limits of a process and of its control groups (versions 1 and 2), and what they mean for a ring.
+Owns: reading limits of a process, and what they and those of its control groups mean for a ring.
 Must not know: what is in a ring, GPUs, the engine.
 """
 
@@ -9,39 +9,26 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ..errors import UserError  # noqa: TID252  the package may have another name
 from ..huge_pages import HUGE_PAGE_BYTES, Mapping  # noqa: TID252
+from ..memory_limit import (  # noqa: TID252
+    RING_SHARE_MAX,
+    GroupLimit,
+    Roots,
+    available_bytes,
+    group_limit,
+    read_if_there,
+)
 from ..ring import make_sealed_memory  # noqa: TID252
 from ..sizes import format_size  # noqa: TID252
 from .findings import fault, note, ok, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from .findings import Finding
 
 CAP_IPC_LOCK: Final = 14  # its bit in CapEff: memory is locked without a limit
-UNLIMITED_BYTES_MIN: Final = 1 << 60  # version 1 writes "no limit" as a number near 2^63
-RING_SHARE_MAX: Final = 0.5  # of a memory limit; the rest is the engine's own
-
-
-@dataclass(frozen=True, slots=True)
-class Roots:
-    """Where the kernel's files are."""
-
-    proc: Path = Path("/proc")
-    groups: Path = Path("/sys/fs/cgroup")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupLimit:
-    """A control group's memory limit."""
-
-    limit_bytes: int
-    file: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +48,13 @@ def gather_limits(pid: int | None = None, roots: Roots | None = None) -> Limits:
     own = roots.proc / (str(pid) if pid else "self")
     if not own.is_dir():
         raise UserError(f"--pid {pid}: there is no such process; type the engine's (pgrep -f vllm)")
-    soft, hard = _memlock(_read(own / "limits"))
+    soft, hard = _memlock(read_if_there(own / "limits"))
     return Limits(
         memlock_bytes=soft,
         memlock_hard_bytes=hard,
-        locks_freely=_locks_freely(_read(own / "status")),
-        group=_smallest(_read(own / "cgroup"), roots.groups),
-        available_bytes=_available(_read(roots.proc / "meminfo")),
+        locks_freely=_locks_freely(read_if_there(own / "status")),
+        group=group_limit(roots, process=own.name),
+        available_bytes=available_bytes(roots),
     )
 
 
@@ -140,14 +127,6 @@ def examine_huge_pages(*, given: bool) -> Finding:
 # --- the kernel's files ------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> str:
-    """The text; empty where it is not there or not ours to read: then nothing is known of it."""
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
-
-
 def _memlock(limits: str) -> tuple[int | None, int | None]:
     """The soft and the hard limit; None is "unlimited", and not known."""
     found = re.search(r"(?m)^Max locked memory +(\S+) +(\S+)", limits)
@@ -158,31 +137,3 @@ def _memlock(limits: str) -> tuple[int | None, int | None]:
 def _locks_freely(status: str) -> bool:
     found = re.search(r"(?m)^CapEff:\s*([0-9a-f]+)", status)
     return found is not None and bool(int(found[1], 16) >> CAP_IPC_LOCK & 1)
-
-
-def _available(meminfo: str) -> int | None:
-    found = re.search(r"(?m)^MemAvailable:\s*(\d+) kB", meminfo)
-    return int(found[1]) * 1024 if found else None
-
-
-def _smallest(text: str, groups: Path) -> GroupLimit | None:
-    """The limit that is met first, of the process's group and all above it."""
-    found = [
-        GroupLimit(limit_bytes=int(value), file=file)
-        for file in _files(text, groups)
-        if (value := _read(file).strip()).isdigit() and int(value) < UNLIMITED_BYTES_MIN
-    ]
-    return min(found, key=lambda one: one.limit_bytes, default=None)
-
-
-def _files(text: str, groups: Path) -> Iterator[Path]:
-    for line in text.splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        # In a container the path may be the host's, and only the root of what is mounted is there.
-        folders = [folder for folder in (path, *map(str, Path(path).parents)) if folder.startswith("/")]
-        if "memory" in controllers.split(","):
-            yield from (Path(f"{groups}/memory{os.path.normpath(one)}", "memory.limit_in_bytes") for one in folders)
-        elif number == "0" and not controllers:
-            for mount in (groups, groups / "unified"):
-                yield from (Path(f"{mount}{os.path.normpath(one)}", "memory.max") for one in folders)
