@@ -29,17 +29,19 @@ class Medium:
     geometry: Geometry
     card_uuid: bytes
 
-    def write(self, plan: PutPlan, slots: Sequence[memoryview]) -> None:
+    def write(self, plan: PutPlan, slots: Sequence[memoryview], sums: Sequence[int] | None = None) -> None:
         """Seal the object's slots where they are (payloads in place) and write them. MediumError.
 
-        `slots` are whole, page-aligned ring slots, one per fragment, which nobody else touches meanwhile.
+        `slots` are whole, page-aligned slots, one per fragment, which nobody else touches meanwhile. `sums`: of their
+        payloads, where they were made before.
         """
         assert len(slots) == plan.fragments
         own = ObjectSlots(self._identity(plan), self.geometry)
         for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments, self._slots_at_once())):
             if count == 1:
                 reached("put.mid_write")
-            sealed = own.seal(slots[piece.fragment : piece.fragment + piece.slots], piece.fragment)
+            part = slice(piece.fragment, piece.fragment + piece.slots)
+            sealed = own.seal(slots[part], piece.fragment, sums[part] if sums is not None else None)
             self.databases[piece.database].write(piece.slot, sealed)
 
     def write_many(self, objects: Sequence[tuple[PutPlan, Sequence[memoryview]]]) -> list[Exception | None]:

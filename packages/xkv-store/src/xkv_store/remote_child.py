@@ -20,13 +20,14 @@ import threading
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from .remote_address import RemoteAddress
-from .remote_words import PACKET_BYTES_MAX, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
+from .remote_words import AT_ONCE, PACKET_BYTES_MAX, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 LIBRARY: Final = "mooncake"
 PR_SET_PDEATHSIG: Final = 1
+WAITS_NICE: Final = 10
 LIBRARY_BUFFER_BYTES: Final = 16 << 20  # the library's own, for what it is not given memory for: nothing of ours
 OURS: Final = -1_000_000  # a code that the library does not have: the call raised
 
@@ -124,7 +125,7 @@ def _share(library: Library, memory_fd: int, memory_bytes: int) -> ctypes.c_char
 
 
 class _Lanes:
-    """A thread for each lane: a load that hangs keeps no lookup waiting."""
+    """Threads for each lane: a load that hangs keeps no lookup waiting."""
 
     def __init__(self, library: Library, channel: socket.socket, memory: ctypes.c_char | None) -> None:
         self._library = library
@@ -133,13 +134,18 @@ class _Lanes:
         self._base = 0 if memory is None else ctypes.addressof(memory)
         self._queues: dict[Lane, queue.SimpleQueue[Call]] = {lane: queue.SimpleQueue() for lane in Lane}
         for lane in Lane:
-            threading.Thread(target=self._work, args=(lane,), name=f"remote-{lane.value}", daemon=True).start()
+            for _ in range(AT_ONCE[lane]):
+                threading.Thread(target=self._work, args=(lane,), name=f"remote-{lane.value}", daemon=True).start()
 
     def take(self, call: Call) -> None:
-        """Carry this out, after those of its lane that came before."""
+        """Carry this out when a thread of its lane has ended what came before."""
         self._queues[call.lane].put(call)
 
     def _work(self, lane: Lane) -> None:
+        if lane is not Lane.LOOK:
+            # The library waits for a transfer's end in a loop without a pause, on this thread: a whole core. Whoever
+            # has work for that core, the library's own threads first of all, goes before it.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WAITS_NICE)
         while True:
             call = self._queues[lane].get()
             try:

@@ -72,14 +72,16 @@ class RemoteStores:
         waiting = len(self._queue) + len(self._later) + len(self._absent)
         return waiting + self._asked + self._reading + len(self._read) + self._putting
 
-    def add(self, plan: PutPlan) -> None:
-        """The card has confirmed this object."""
+    def add(self, plan: PutPlan, place: Place | None = None) -> None:
+        """The card has confirmed this object. `place`: where a copy of its slots lies, which is ours from now on."""
+        one = _Store(plan.key, plan.generation, place=place, length=plan.length)
         if self._memory.stores_max < plan.fragments:
             self.counters["remote_stores_too_large"] += 1
         elif len(self._queue) >= QUEUED_MAX:
             self.counters["remote_stores_shed"] += 1
+            self._give(one)
         else:
-            self._queue.append(_Store(plan.key, plan.generation))
+            self._queue.append(one)
 
     def step(self, now_ns: int) -> None:
         """Do what can be done now."""
@@ -91,7 +93,7 @@ class RemoteStores:
             self._ask()
         while self._absent and self._begin_read(self._absent[0]):
             self._absent.popleft()
-        while self._read and self._link.has_room(Lane.STORE) and (not self._reading or self._is_worth_a_put()):
+        while self._read and self._link.has_room(Lane.STORE) and (self._is_all() or self._is_worth_a_put()):
             self._put()
 
     def _ask(self) -> None:
@@ -106,9 +108,11 @@ class RemoteStores:
         for one, code in zip(asked, codes or [-1] * len(asked), strict=True):
             if code > 0:
                 self.counters["remote_stores_held"] += 1
+                self._give(one)
             elif code == 0:
                 self._absent.append(one)
             else:
+                self._give(one)
                 self._failed(one, "no answer" if codes is None else code_text(code))
 
     def _begin_read(self, one: _Store) -> bool:
@@ -117,7 +121,12 @@ class RemoteStores:
         if plan is None or plan.generation != one.generation:
             if plan is not None:
                 self._card.end_get(plan)
+            self._give(one)
             self.counters["remote_stores_gone"] += 1
+            return True
+        if one.place is not None:
+            self._card.end_get(plan)
+            self._read.append(one)
             return True
         place = self._memory.take(plan.fragments, is_store=True)
         if place is None:
@@ -142,6 +151,10 @@ class RemoteStores:
         self._give(one)
         self.counters["remote_stores_failed"] += 1
         self._note("an object could not be read for the remote", str(error))
+
+    def _is_all(self) -> bool:
+        """Whether nothing would come to what is there if it waited: no read, and no put that may end meanwhile."""
+        return not self._reading and not self._putting
 
     def _is_worth_a_put(self) -> bool:
         return len(self._read) >= TOGETHER_MAX or sum(one.length for one in self._read) >= TOGETHER_BYTES_MIN
@@ -181,6 +194,6 @@ class RemoteStores:
         self._note("an object was not put to the remote", why)
 
     def _give(self, one: _Store) -> None:
-        assert one.place is not None
-        self._memory.give(one.place)
-        one.place = None
+        if one.place is not None:
+            self._memory.give(one.place)
+            one.place = None
