@@ -93,7 +93,7 @@ class _Bench:
             own = folder / name
             own.mkdir()
             url = f"mooncake://{master}?host={HOST}&segment={SEGMENT_BYTES}"
-            self._gateways.append(BenchGateway(own, ["--capacity", "8GiB", "--remote", url]))
+            self._gateways.append(BenchGateway(own, ["--capacity", "8GiB", "--grace-ms", "200", "--remote", url]))
         self._put_client, self._get_client = (one.attach(ring_bytes=RING_BYTES) for one in self._gateways)
         self._scheduler = self._gateways[1].attach(Role.SCHEDULER, ring_bytes=RING_BYTES)
         self._memory = RemoteMemory(2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes, GEOMETRY)
@@ -117,7 +117,7 @@ class _Bench:
             gateway.kill()
 
     def round(self, number: int) -> dict[str, float]:
-        """Each in turn, on keys of this round, who was first last time second. The pool is empty again afterwards."""
+        """Each in turn, on keys of this round, who was first last time second. Pool and cards are empty again afterwards."""
         keys = [object_key(NAMESPACE, number * OBJECTS + index) for index in range(OBJECTS)]
         names = [remote_key(key.encode(), GEOMETRY) for key in keys]
         other = [f"bench-{name}" for name in names]
@@ -130,6 +130,9 @@ class _Bench:
         if number % 2:
             works = [works[1], works[0], works[3], works[2]]
         found = {name: self._timed(work) for name, work in works}
+        for gateway in self._gateways:
+            with closing(Tool(gateway.socket)) as tool:
+                tool.purge(list(tool.objects(b"")))
         self._forget([*names, *other])
         return found
 
