@@ -7,12 +7,11 @@ state of its own. Must not know the index, who uses which slot, or what an error
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .database import Database
 from .errors import MediumError, PeerError
 from .fragment import Identity, ObjectSlots, filled, pieces
-from .geometry import Geometry
+from .geometry import HEADER_BYTES, Geometry
+from .native import copied
 from .plans import GetPlan, ObjectPlan, PutPlan
 from .testing.points import reached
 
@@ -101,10 +100,11 @@ class Medium:
         own = ObjectSlots(self._identity(plan), self.geometry)
         from_views = filled(source, plan.length, self.geometry, first_fragment)
         to_views = filled(slots, plan.length, self.geometry, first_fragment)
-        for fragment, (view, into) in enumerate(zip(from_views, to_views, strict=True), first_fragment):
-            # numpy's copy lets other threads run
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(view, np.uint8))
-            prove(own, [into], fragment)
+        sums = copied(from_views, to_views, HEADER_BYTES, own.payload_bytes(len(slots), first_fragment))
+        if prove is _PROVE:
+            own.prove(to_views, first_fragment, sums)
+        else:
+            prove(own, to_views, first_fragment)
 
     def _identity(self, plan: ObjectPlan) -> Identity:
         return Identity(self.card_uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)

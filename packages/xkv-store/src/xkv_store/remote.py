@@ -139,7 +139,7 @@ class Remote:
 
     def counters(self) -> dict[str, int]:
         """What has happened so far."""
-        own = {**self._counters, "remote_nearby_reads": self.nearby.reads}
+        own = {**self._counters, **self.nearby.counters}
         return {**own, **self._fetches.counters, **self._stores.counters, **self._link.counters}
 
     def status(self) -> dict[str, Any]:

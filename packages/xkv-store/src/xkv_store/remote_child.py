@@ -20,7 +20,7 @@ import threading
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from .remote_address import RemoteAddress
-from .remote_words import AT_ONCE, PACKET_BYTES_MAX, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
+from .remote_words import PACKET_BYTES_MAX, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -125,7 +125,7 @@ def _share(library: Library, memory_fd: int, memory_bytes: int) -> ctypes.c_char
 
 
 class _Lanes:
-    """Threads for each lane: a load that hangs keeps no lookup waiting."""
+    """A thread for each lane: a load that hangs keeps no lookup waiting."""
 
     def __init__(self, library: Library, channel: socket.socket, memory: ctypes.c_char | None) -> None:
         self._library = library
@@ -134,11 +134,10 @@ class _Lanes:
         self._base = 0 if memory is None else ctypes.addressof(memory)
         self._queues: dict[Lane, queue.SimpleQueue[Call]] = {lane: queue.SimpleQueue() for lane in Lane}
         for lane in Lane:
-            for _ in range(AT_ONCE[lane]):
-                threading.Thread(target=self._work, args=(lane,), name=f"remote-{lane.value}", daemon=True).start()
+            threading.Thread(target=self._work, args=(lane,), name=f"remote-{lane.value}", daemon=True).start()
 
     def take(self, call: Call) -> None:
-        """Carry this out when a thread of its lane has ended what came before."""
+        """Carry this out, after those of its lane that came before."""
         self._queues[call.lane].put(call)
 
     def _work(self, lane: Lane) -> None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     OnSought = Callable[[SoughtStatus], None]
 
 FETCHES_MAX: Final = 16_384  # objects that are waited for: a few requests of the longest prompts
-TOGETHER_MAX: Final = 32  # objects of one load
-TOGETHER_BYTES_MAX: Final = 16 << 20  # of one load: while it is proved and written, others come; 3 s at 90 Mbit/s
+TOGETHER_MAX: Final = 256  # objects of one load
+TOGETHER_BYTES_MAX: Final = 64 << 20  # of one load: while it is proved and written, the next comes; 3 s at 180 Mbit/s
 ADMIT_NS_MIN: Final = 250_000_000  # between two attempts: each looks for what may leave
 ADMITTED_NS_MAX: Final = 1_500_000_000  # after it was asked for: a full card makes room, and an engine waits for 2 s
 WAITS_NS_MAX: Final = 4_000_000_000  # for its turn: an engine has given up by then

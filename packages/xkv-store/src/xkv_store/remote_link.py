@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
@@ -26,7 +26,7 @@ import msgspec
 from .embedded import boot_command, daemon_environment
 from .errors import UserError
 from .remote_child import LIBRARY
-from .remote_words import AT_ONCE, PACKET_BYTES_MAX, Call, Codes, Failed, Lane, Ready, pack, unpack_answer
+from .remote_words import PACKET_BYTES_MAX, Call, Codes, Failed, Lane, Ready, pack, unpack_answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,13 +42,12 @@ NS: Final = 1_000_000_000
 SET_UP_NS_MAX: Final = 20 * NS  # import, the way to the master, memory registered: half a second where all is well
 CALL_NS_MAX: Final = {Lane.LOOK: 1 * NS, Lane.LOAD: 3 * NS, Lane.STORE: 10 * NS}
 """Once it is a call's turn: a lookup waits for the first two (2 s in all), for stores nobody does."""
-CALLS_MAX: Final = {Lane.LOOK: 8, Lane.LOAD: 3, Lane.STORE: 3}
-"""Outstanding: while as many as can be are under way, the next is there when one ends."""
+CALLS_MAX: Final = {Lane.LOOK: 8, Lane.LOAD: 2, Lane.STORE: 2}
+"""Outstanding: one runs, the next is there when it ends."""
 RESTART_NS_MIN: Final = NS // 2
 RESTART_NS_MAX: Final = 10 * NS  # what was away is found again within that
 KILLED_S_MAX: Final = 5.0  # for the kernel to end a process: nothing of it waits for a network
 _CLOSED: Final = "the gateway ends"
-LIBRARY_ENVIRONMENT: Final = ("MC_", "MOONCAKE_", "GLOG_")  # of variables that are the library's
 
 
 class LinkState(Enum):
@@ -62,11 +61,8 @@ class LinkState(Enum):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """`turn_ns`: since when it can be under way; 0 while there are others before it."""
-
     call: Call
     on_codes: OnCodes
-    turn_ns: int = 0
 
 
 class Process:
@@ -79,7 +75,8 @@ class Process:
         self._epoll = select.epoll()
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._lanes: dict[Lane, list[_Flight]] = {lane: [] for lane in Lane}
+        self._lanes: dict[Lane, deque[_Flight]] = {lane: deque() for lane in Lane}
+        self._since_ns: dict[Lane, int] = dict.fromkeys(Lane, 0)  # when the first of a lane had its turn
         self._numbers = 0
         self._failures = 0
         self._failed_lane: Lane | None = None  # whose call it was that took too long
@@ -108,8 +105,9 @@ class Process:
         assert self._channel is not None
         self._numbers += 1
         call = msgspec.structs.replace(Call(self._numbers, lane, tuple(keys)), **more)
+        if not self._lanes[lane]:
+            self._since_ns[lane] = time.monotonic_ns()
         self._lanes[lane].append(_Flight(call, on_codes))
-        self._take_turns(lane, time.monotonic_ns())
         try:
             self._channel.send(pack(call))
         except OSError as error:
@@ -122,7 +120,7 @@ class Process:
             self._end("it is not set up in time: does the master answer?")
         if self.state is LinkState.UP:
             for lane, flights in self._lanes.items():
-                if any(flight.turn_ns and now_ns - flight.turn_ns > CALL_NS_MAX[lane] for flight in flights):
+                if flights and now_ns - self._since_ns[lane] > CALL_NS_MAX[lane]:
                     self.counters[f"remote_late_{lane.value}"] += 1
                     self._failed_lane = lane
                     self._end(f"a call to {lane.value} took longer than {CALL_NS_MAX[lane] / NS:.0f} s")
@@ -203,19 +201,14 @@ class Process:
 
     def _answered(self, number: int, codes: Sequence[int], now_ns: int) -> None:
         for lane, flights in self._lanes.items():
-            flight = next((flight for flight in flights if flight.call.number == number and flight.turn_ns), None)
-            if flight is not None:
-                flights.remove(flight)
-                self._take_turns(lane, now_ns)
+            if flights and flights[0].call.number == number:
+                flight = flights.popleft()
+                self._since_ns[lane] = now_ns
                 if lane is self._failed_lane or self._failed_lane is None:
                     self._failures, self._failed_lane = 0, None
                 flight.on_codes(codes if len(codes) == len(flight.call.keys) else None)
                 return
-        self._end(f"it answers call {number}, which is not under way")
-
-    def _take_turns(self, lane: Lane, now_ns: int) -> None:
-        for flight in self._lanes[lane][: AT_ONCE[lane]]:
-            flight.turn_ns = flight.turn_ns or now_ns
+        self._end(f"it answers call {number}, which is not the first of a lane")
 
     def _end(self, reason: str) -> None:
         """Not to be listened to any more; what it was asked fails once it is dead."""
@@ -253,8 +246,7 @@ class Process:
 
 def child_environment() -> dict[str, str]:
     """Of ours what a program of this package needs, and what is the library's."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(LIBRARY_ENVIRONMENT)}
-    return {"GLOG_minloglevel": "2", **own, **daemon_environment(os.environ, sys.path)}
+    return {"GLOG_minloglevel": "2", **daemon_environment(os.environ, sys.path, has_remote=True)}
 
 
 def check_library() -> None:

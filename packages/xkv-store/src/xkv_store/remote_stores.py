@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 QUEUED_MAX: Final = 16_384  # objects of which a remote has not been asked yet: some MB; more is not put there
 ASKED_MAX: Final = 256  # in one call: below a millisecond of the master's
-TOGETHER_MAX: Final = 32  # objects of one put
-TOGETHER_BYTES_MAX: Final = 16 << 20  # of one put: a bound of 10 s holds at 15 Mbit/s
-TOGETHER_BYTES_MIN: Final = 8 << 20  # worth a put while more is being read
+TOGETHER_MAX: Final = 256  # objects of one put
+TOGETHER_BYTES_MAX: Final = 64 << 20  # of one put: 10 s at 54 Mbit/s; each call costs some ms beside that
+TOGETHER_BYTES_MIN: Final = 32 << 20  # worth being the next put while there is one
+ALONE_BYTES_MIN: Final = 8 << 20  # worth a put where there is none, while more is being read
 TRIES_MAX: Final = 3  # a node that has just gone is chosen by the master until it has noticed
 RETRY_NS: Final = 2_000_000_000
 
@@ -93,7 +94,7 @@ class RemoteStores:
             self._ask()
         while self._absent and self._begin_read(self._absent[0]):
             self._absent.popleft()
-        while self._read and self._link.has_room(Lane.STORE) and (self._is_all() or self._is_worth_a_put()):
+        while self._read and self._link.has_room(Lane.STORE) and self._is_worth_a_put():
             self._put()
 
     def _ask(self) -> None:
@@ -152,12 +153,12 @@ class RemoteStores:
         self.counters["remote_stores_failed"] += 1
         self._note("an object could not be read for the remote", str(error))
 
-    def _is_all(self) -> bool:
-        """Whether nothing would come to what is there if it waited: no read, and no put that may end meanwhile."""
-        return not self._reading and not self._putting
-
     def _is_worth_a_put(self) -> bool:
-        return len(self._read) >= TOGETHER_MAX or sum(one.length for one in self._read) >= TOGETHER_BYTES_MIN
+        """Whether what is there should not wait for what will come to it."""
+        if not self._putting and not self._reading:
+            return True
+        wanted = TOGETHER_BYTES_MIN if self._putting else ALONE_BYTES_MIN
+        return len(self._read) >= TOGETHER_MAX or sum(one.length for one in self._read) >= wanted
 
     def _put(self) -> None:
         taken: list[_Store] = []

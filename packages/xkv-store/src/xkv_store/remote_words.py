@@ -28,15 +28,11 @@ _CODES: Final = {
 
 
 class Lane(str, Enum):
-    """What a call is for; those of different lanes are made at once."""
+    """Calls of one lane come one after the other, those of different lanes at once."""
 
     LOOK = "look"  # existence, and removals
     LOAD = "load"
     STORE = "store"
-
-
-AT_ONCE: Final = {Lane.LOOK: 1, Lane.LOAD: 2, Lane.STORE: 2}
-"""Calls of one lane under way: some milliseconds of each are not the network's."""
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
