@@ -220,6 +220,17 @@ def test_more_than_the_memory_holds_goes_and_comes_by_way_of_the_medium(serve: C
     assert 0 < other.counted("remote_nearby_reads") < len(numbers)
 
 
+def test_what_leaves_the_card_before_its_turn_goes_from_its_copy(serve: Callable[..., Served], pool: Path) -> None:
+    served = serve()
+    with asked_for(pool, "hang-look"):
+        served.put(1)
+        with closing(Tool(served.socket)) as tool:
+            assert tool.purge(list(tool.objects(b""))).objects == 1
+    wait_until(lambda: served.counted("remote_stores") == 1)
+    assert served.seek(1, fetch=True) == [SoughtStatus.FOUND]
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+
+
 def test_a_card_in_memory_is_enough_for_a_machine_without_a_disk(serve: Callable[..., Served], tmp_path: Path) -> None:
     """It holds what is in use; what has left it comes back from the pool."""
     in_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
@@ -231,7 +242,7 @@ def test_a_card_in_memory_is_enough_for_a_machine_without_a_disk(serve: Callable
             for number in numbers:
                 while served.rank.put(content_of(number), key_of(number)) is not StoreStatus.CONFIRMED:
                     time.sleep(0.05)  # it makes room
-            wait_until(lambda: served.counted("remote_stores") == len(numbers))
+                wait_until(lambda number=number: served.counted("remote_stores") == number)  # type: ignore[misc]
             left = [number for number in numbers if served.rank.get(LENGTH, key_of(number))[0] is LoadStatus.MISS]
             assert len(left) > len(numbers) // 3
             for number in left:

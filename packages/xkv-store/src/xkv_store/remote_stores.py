@@ -117,17 +117,15 @@ class RemoteStores:
                 self._failed(one, "no answer" if codes is None else code_text(code))
 
     def _begin_read(self, one: _Store) -> bool:
-        """Whether this need not be looked at again: it is being read, or it is gone."""
+        """Whether this need not be looked at again: it is being read or need not be, or it is gone."""
+        if one.place is not None:
+            self._read.append(one)  # also where it has left the card since: a small one's objects do so soon
+            return True
         plan = self._card.begin_proof(one.key)
         if plan is None or plan.generation != one.generation:
             if plan is not None:
                 self._card.end_get(plan)
-            self._give(one)
             self.counters["remote_stores_gone"] += 1
-            return True
-        if one.place is not None:
-            self._card.end_get(plan)
-            self._read.append(one)
             return True
         place = self._memory.take(plan.fragments, is_store=True)
         if place is None:
