@@ -47,10 +47,12 @@ FRAGMENTS: Final = GEOMETRY.fragments(LENGTH)
 SENT: Final = remote_bytes(LENGTH, GEOMETRY)
 OBJECTS: Final = 64
 ROUNDS: Final = 5
-BATCH: Final = 8  # of one call of the library: as many bytes as the gateway takes together
+BATCH: Final = OBJECTS  # of one call of the library: with fewer in one it is slower
 RING_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes
 WAIT_S_MAX: Final = 60.0
-POLL_S: Final = 0.01  # each look costs the gateway as much as a small put
+POLL_S: Final = 0.002
+SEGMENT_BYTES: Final = 1 << 30
+POOL_BYTES: Final = 2 * SEGMENT_BYTES
 NAMESPACE: Final = os.urandom(16)
 HOST: Final = "127.0.0.1"
 
@@ -90,8 +92,8 @@ class _Bench:
         for name in ("a", "b"):
             own = folder / name
             own.mkdir()
-            url = f"mooncake://{master}?host={HOST}&segment=1GiB"
-            self._gateways.append(BenchGateway(own, ["--capacity", "8GiB", "--remote", url]))
+            url = f"mooncake://{master}?host={HOST}&segment={SEGMENT_BYTES}"
+            self._gateways.append(BenchGateway(own, ["--capacity", "8GiB", "--grace-ms", "200", "--remote", url]))
         self._put_client, self._get_client = (one.attach(ring_bytes=RING_BYTES) for one in self._gateways)
         self._scheduler = self._gateways[1].attach(Role.SCHEDULER, ring_bytes=RING_BYTES)
         self._memory = RemoteMemory(2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes, GEOMETRY)
@@ -105,6 +107,7 @@ class _Bench:
         for gateway in self._gateways:
             self._until(lambda gateway=gateway: self._remote(gateway)["segment_state"] == "up")  # type: ignore[misc]
             self._until(lambda gateway=gateway: self._remote(gateway)["state"] == "up")  # type: ignore[misc]
+        self._touch_pool()
 
     def close(self) -> None:
         for client in (self._put_client, self._get_client, self._scheduler):
@@ -114,19 +117,35 @@ class _Bench:
             gateway.kill()
 
     def round(self, number: int) -> dict[str, float]:
-        """Each in turn, on keys of this round. What was put is taken out of the pool again."""
+        """Each in turn, on keys of this round; who was first is second the next time. What was put is dropped."""
         keys = [object_key(NAMESPACE, number * OBJECTS + index) for index in range(OBJECTS)]
         names = [remote_key(key.encode(), GEOMETRY) for key in keys]
         other = [f"bench-{name}" for name in names]
-        found = {
-            "library put": self._timed(lambda: self._library_put(other)),
-            "put": self._timed(lambda: self._put(keys)),
-            "library get": self._timed(lambda: self._library_get(names)),
-            "get": self._timed(lambda: self._get(keys)),
-        }
-        time.sleep(1.2)  # until the master's leases have ended
-        self._library.batch_remove([*names, *other])
+        works: list[tuple[str, Callable[[], None]]] = [
+            ("library put", lambda: self._library_put(other)),
+            ("put", lambda: self._put(keys, names)),
+            ("library get", lambda: self._library_get(names)),
+            ("get", lambda: self._get(keys)),
+        ]
+        if number % 2:
+            works = [works[1], works[0], works[3], works[2]]
+        found = {name: self._timed(work) for name, work in works}
+        for gateway in self._gateways:
+            with closing(Tool(gateway.socket)) as tool:
+                tool.purge(list(tool.objects(b"")))
+        self._forget([*names, *other])
         return found
+
+    def _touch_pool(self) -> None:
+        """Have the pool's memory touched: first writes to pages would be timed, of either in some round."""
+        names = [f"touch-{number}" for number in range(POOL_BYTES * 3 // 4 // SENT // OBJECTS * OBJECTS)]
+        for at in range(0, len(names), OBJECTS):
+            self._library_put(names[at : at + OBJECTS])
+        self._forget(names)
+
+    def _forget(self, names: list[str]) -> None:
+        time.sleep(1.2)  # until the master's leases have ended
+        self._library.batch_remove(names)
 
     def _timed(self, work: Callable[[], None]) -> float:
         begun = time.perf_counter()
@@ -146,10 +165,9 @@ class _Bench:
     def _addresses(self, at: int) -> list[int]:
         return [self._base + index * FRAGMENTS * GEOMETRY.slot_bytes for index in range(at, at + BATCH)]
 
-    def _put(self, keys: list[Any]) -> None:
-        """Until the remote has everything."""
-        client, told = self._put_client, self._gateways[0]
-        before = self._counted(told, "remote_stores")
+    def _put(self, keys: list[Any], names: list[str]) -> None:
+        """Until the remote has everything: it is asked that itself, which costs the gateway nothing."""
+        client = self._put_client
         objects = []
         for position, key in enumerate(keys):
             slots = client.store_region.take(FRAGMENTS)
@@ -159,7 +177,7 @@ class _Bench:
             objects.append(PutObject(key, LENGTH, slots, 1, position, replace=False))
         statuses = _answers(lambda on_answer: client.put(objects, on_answer), len(keys))
         self._check(statuses == {StoreStatus.CONFIRMED})
-        self._until(lambda: self._counted(told, "remote_stores") - before == len(keys))
+        self._until(lambda: set(self._library.batch_is_exist(names)) == {1})
 
     def _get(self, keys: list[Any]) -> None:
         """From the first question until the bytes are in the engine's ring."""
@@ -182,9 +200,6 @@ class _Bench:
 
     def _remote(self, gateway: BenchGateway) -> dict[str, Any]:
         return dict(self._status(gateway)["remote"])
-
-    def _counted(self, gateway: BenchGateway, name: str) -> int:
-        return int(self._status(gateway)["counters"].get(name, 0))
 
     def _status(self, gateway: BenchGateway) -> dict[str, Any]:
         with closing(Tool(gateway.socket)) as tool:

@@ -1,4 +1,4 @@
-/* Checksums of many payloads in one call, and reads whose payloads are summed while they are in the core's cache.
+/* Checksums of many payloads in one call; reads and copies whose payloads are summed while they are in the core's cache.
  *
  * Owns: XXH3-64 (seed 0, default secret) of inputs of more than 240 bytes, and preadv with it. Must not know: what a
  * slot says, Python, or what an error is good for. It allocates nothing, keeps nothing, and any thread may call it.
@@ -190,6 +190,38 @@ EXPORTED void xkv_checksums(size_t count, const uint64_t *addresses, const uint6
         memcpy(lanes, first_lanes, sizeof lanes);
         add_blocks(lanes, input, whole_blocks(bytes[number]));
         sums[number] = ended(lanes, input, bytes[number]);
+    }
+}
+
+/* --- copying ------------------------------------------------------------------------------------------------------ */
+
+#define COPIED_BYTES ((size_t)64 << 10) /* at a time: summed while the core's own cache has them */
+
+/* Copy `count` buffers, and sum each one's payload (`payload_bytes` of it, behind the first `skip`) where it is now; one
+ * of less than 241 bytes gets 0.
+ */
+EXPORTED void xkv_copy(uint64_t skip, size_t count, const uint64_t *from, const uint64_t *to, const uint64_t *bytes,
+                       const uint64_t *payload_bytes, uint64_t *sums) {
+    for (size_t number = 0; number < count; number++) {
+        const uint8_t *source = (const uint8_t *)(uintptr_t)from[number];
+        uint8_t *into = (uint8_t *)(uintptr_t)to[number];
+        size_t length = payload_bytes[number], whole = bytes[number], blocks_done = 0;
+        int is_summed = length >= INPUT_BYTES_MIN;
+        uint64_t lanes[LANES];
+        memcpy(lanes, first_lanes, sizeof lanes);
+        for (size_t done = 0; done < whole;) {
+            size_t take = whole - done < COPIED_BYTES ? whole - done : COPIED_BYTES;
+            memcpy(into + done, source + done, take);
+            done += take;
+            if (is_summed && done > skip) {
+                size_t blocks = (done - skip) / BLOCK_BYTES;
+                if (blocks > whole_blocks(length))
+                    blocks = whole_blocks(length);
+                add_blocks(lanes, into + skip + blocks_done * BLOCK_BYTES, blocks - blocks_done);
+                blocks_done = blocks;
+            }
+        }
+        sums[number] = is_summed ? ended(lanes, into + skip, length) : 0;
     }
 }
 

@@ -106,6 +106,9 @@ def test_environment_is_only_what_is_needed() -> None:
     kept = daemon_environment(given, ["", "/a", "/a", "/b:c"])
     assert kept.pop("PYTHONPATH").split(":") == [str(Path.cwd()), "/a"]
     assert sorted(kept) == ["HOME", "LC_ALL", "PATH", "XDG_CACHE_HOME", "XKV_X"]
+    library = {"MC_X": "v", "MOONCAKE_X": "v", "GLOG_v": "1"}
+    assert not daemon_environment(library, []).keys() & library.keys()
+    assert daemon_environment(library, [], has_remote=True).items() >= library.items()
 
 
 # --- the process, with a daemon that only looks around ---------------------------------------------------

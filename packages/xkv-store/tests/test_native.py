@@ -118,6 +118,29 @@ def test_each_kind_of_registers_gives_the_same(tmp_path: Path, built: Path | Non
         assert native.Native(library).checksums(views, 1, lengths) == both(views, 1, lengths)
 
 
+# --- copying ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("way")
+def test_a_copy_is_the_same_and_summed_where_it_is() -> None:
+    lengths = [0, 1, 240, 241, 1_024, 1_025, 65_536 - 4_096, 65_536, 131_072 + 77, 261_120]
+    views = [memoryview(SAMPLE)[number * 3 :][: length + 4_096 + 9] for number, length in enumerate(lengths)]
+    into = [memoryview(bytearray(len(view))) for view in views]
+    assert native.copied(views, into, 4_096, lengths) == both(views, 4_096, lengths)
+    assert [bytes(view) for view in into] == [bytes(view) for view in views]
+
+
+@pytest.mark.usefixtures("way")
+def test_a_copy_reaches_no_further_than_its_buffers() -> None:
+    large, small = memoryview(bytearray(SAMPLE[:9_000])), memoryview(bytearray(8_999))
+    with pytest.raises(ValueError, match=r"9000|\(9000,\)"):
+        native.copied([large], [small], 0, [9_000])
+    fixed = memoryview(bytes(SAMPLE[:9_000]))  # read only: by Python
+    into = memoryview(bytearray(9_000))
+    assert native.copied([fixed], [into], 0, [9_000]) == [xxh3_64_intdigest(fixed)]
+    assert into == fixed
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 from contextlib import ExitStack, closing, contextmanager, suppress
@@ -27,6 +28,7 @@ from xkv_store.errors import UserError
 from xkv_store.gateway import Gateway, GatewayOptions
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
+from xkv_store.medium import Medium
 from xkv_store.remote_address import RemoteAddress
 from xkv_store.remote_format import remote_key
 from xkv_store.remote_words import Lane
@@ -171,6 +173,85 @@ def test_what_one_has_confirmed_the_other_fetches_and_serves(serve: Callable[...
     assert other.counted("remote_stores") == 0, "what came from there does not go there again"
 
 
+def test_neither_way_needs_a_read_from_the_medium(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was just written goes from memory, and what has just come is loaded from there."""
+    one, other = serve(), serve()
+
+    def refused(*_: object) -> None:
+        raise AssertionError("nobody reads the medium")
+
+    monkeypatch.setattr(Medium, "read", refused)
+    one.put(*range(1, 6))
+    wait_until(lambda: one.counted("remote_stores") == 5)
+    assert other.seek(*range(1, 6), fetch=True) == [SoughtStatus.FOUND] * 5
+    for number in range(1, 6):
+        assert other.rank.get(LENGTH, key_of(number)) == (LoadStatus.OK, content_of(number))
+    assert other.counted("remote_nearby_reads") == 5
+    assert other.status()["remote"]["memory_slots_free"] == (4 << 20) // SLOT_BYTES
+
+
+def test_what_changes_in_memory_is_loaded_from_the_card(serve: Callable[..., Served]) -> None:
+    """The library's process can write there, and so could a late write of its: nobody gets such bytes."""
+    one, other = serve(), serve()
+    one.put(1)
+    wait_until(lambda: one.counted("remote_stores") == 1)
+    assert other.seek(1, fetch=True) == [SoughtStatus.FOUND]
+    assert other.gateway._loop is not None
+    assert other.gateway._loop._remote is not None
+    memory = other.gateway._loop._remote._memory
+    (kept,) = memory._kept.values()
+    memory.views(kept.place, 2)[1][5_000] ^= 1
+    for _ in range(2):
+        assert other.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+    assert other.counted("remote_nearby_reads") == 0
+    assert not memory._kept
+
+
+def test_more_than_the_memory_holds_goes_and_comes_by_way_of_the_medium(serve: Callable[..., Served]) -> None:
+    one, other = serve(), serve()  # of 64 slots stores may have 32: eight objects
+    numbers = range(1, 31)
+    one.put(*numbers)
+    wait_until(lambda: one.counted("remote_stores") == len(numbers))
+    assert other.seek(*numbers, fetch=True) == [SoughtStatus.FOUND] * len(numbers)
+    for number in numbers:
+        assert other.rank.get(LENGTH, key_of(number)) == (LoadStatus.OK, content_of(number))
+    assert 0 < other.counted("remote_nearby_reads") < len(numbers)
+
+
+def test_what_leaves_the_card_before_its_turn_goes_from_its_copy(serve: Callable[..., Served], pool: Path) -> None:
+    served = serve()
+    with asked_for(pool, "hang-look"):
+        served.put(1)
+        with closing(Tool(served.socket)) as tool:
+            assert tool.purge(list(tool.objects(b""))).objects == 1
+    wait_until(lambda: served.counted("remote_stores") == 1)
+    assert served.seek(1, fetch=True) == [SoughtStatus.FOUND]
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+
+
+def test_a_card_in_memory_is_enough_for_a_machine_without_a_disk(serve: Callable[..., Served], tmp_path: Path) -> None:
+    """It holds what is in use; what has left it comes back from the pool."""
+    in_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
+    with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        served = Served(Path(folder), URL)
+        try:
+            wait_until(lambda: served.status()["remote"]["state"] == "up")
+            numbers = range(1, 101)  # of four slots each; the card has 240
+            for number in numbers:
+                while served.rank.put(content_of(number), key_of(number)) is not StoreStatus.CONFIRMED:
+                    time.sleep(0.05)  # it makes room
+                wait_until(lambda number=number: served.counted("remote_stores") == number)  # type: ignore[misc]
+            left = [number for number in numbers if served.rank.get(LENGTH, key_of(number))[0] is LoadStatus.MISS]
+            assert len(left) > len(numbers) // 3
+            for number in left:
+                assert served.seek(number, fetch=True) == [SoughtStatus.FOUND]
+                assert served.rank.get(LENGTH, key_of(number)) == (LoadStatus.OK, content_of(number))
+        finally:
+            served.close()
+
+
 def test_what_the_remote_has_already_is_not_sent_again(serve: Callable[..., Served], pool: Path) -> None:
     one, other = serve(), serve()
     one.put(1)
@@ -284,8 +365,10 @@ def test_without_the_library_one_line_says_what_to_install(tmp_path: Path, monke
     gateway.close()
 
 
-def test_an_embedded_card_has_one_too(tmp_path: Path, pool: Path) -> None:
+def test_an_embedded_card_has_one_too(tmp_path: Path, pool: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert pool.is_dir()
+    monkeypatch.setenv("MC_TCP_BIND_ADDRESS", "127.0.0.1")
+    monkeypatch.setenv("VLLM_OTHER", "1")
     embedded = EmbeddedCard(
         folder=tmp_path / "card", capacity_bytes=16 << 20, linger_s=1.0, slot_bytes=SLOT_BYTES, remote=URL
     )
@@ -309,6 +392,11 @@ def test_an_embedded_card_has_one_too(tmp_path: Path, pool: Path) -> None:
         assert client.seeks.usable
         with closing(Tool(socket)) as tool:
             wait_until(lambda: json.loads(tool.status())["remote"]["state"] == "up")
+            pid = json.loads(tool.status())["pid"]
+        (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        given = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        assert b"MC_TCP_BIND_ADDRESS=127.0.0.1" in given, "the library's settings reach it"
+        assert b"VLLM_OTHER=1" not in given
         answers: list[SoughtObject] = []
         key = ObjectKey.decode(key_of(1))
         client.seeks.ask([(key, FRAGMENTS)] * 1_500, fetch=False, on_answer=answers.append)

@@ -103,3 +103,17 @@ def test_the_key_is_a_digest_of_version_slot_size_and_key() -> None:
     assert len(remote_key(KEY, GEOMETRY)) == 45
     assert remote_key(KEY, GEOMETRY) != remote_key(KEY, Geometry())
     assert remote_key(KEY, GEOMETRY) != remote_key(KEY[:-1] + b"\0", GEOMETRY)
+
+
+def test_what_changes_after_its_proof_is_found_although_it_is_sealed_anew() -> None:
+    """A late write of the library's: sealed by new checksums, it would be right for ever."""
+    length, size = LENGTHS[-1], GEOMETRY.slot_bytes
+    memory = sealed(length)
+    slots = slots_of(memory, GEOMETRY.fragments(length))
+    header = header_of(slots[0], KEY, remote_bytes(length, GEOMETRY), GEOMETRY)
+    sums = prove_received(slots, header, GEOMETRY)
+    own = ObjectSlots(Identity(b"o" * 16, KEY, 99, length, 5, 6), GEOMETRY)
+    own.prove(own.seal(slots, 0, sums), 0)
+    memory[3 * size + 2_000] ^= 1
+    with pytest.raises(CorruptObject):
+        own.prove(own.seal(slots, 0, sums), 0)

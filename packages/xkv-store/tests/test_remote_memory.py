@@ -32,6 +32,34 @@ def test_places_are_neighbours_and_come_back() -> None:
     memory.close()
 
 
+def test_what_is_kept_is_there_until_its_slots_are_needed() -> None:
+    memory = RemoteMemory(8 * 4_096, GEOMETRY)
+    for name in (1, 2):
+        place = memory.take(4, is_store=False)
+        assert place is not None
+        memory.views(place, 1)[0][:1] = bytes([name])
+        memory.keep(place, name)
+    assert memory.free == 8, "nobody has taken them"
+    with memory.kept(1) as place:
+        assert place is not None
+        assert memory.views(place, 1)[0][0] == 1
+        newer = memory.take(4, is_store=False)
+        assert newer is not None
+        assert newer.first == 4, "the older one is being read"
+        assert memory.take(1, is_store=False) is None
+        memory.forget(1)
+        assert memory.free == 4
+        with memory.kept(1) as again:
+            assert again is None
+        assert memory.take(1, is_store=False) is None, "it is still being read"
+    assert memory.take(4, is_store=False) is not None
+    for name in (1, 2, 3):
+        with memory.kept(name) as gone:
+            assert gone is None
+        memory.forget(name)
+    memory.close()
+
+
 def test_stores_leave_half_of_it_to_lookups() -> None:
     """Else a flood of stores would keep everybody waiting who waits for an object."""
     memory = RemoteMemory(16 * 4_096, GEOMETRY)

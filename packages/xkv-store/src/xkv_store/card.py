@@ -364,9 +364,9 @@ class Card:
 
     # --- the medium: other threads ------------------------------------------------------------------------
 
-    def write(self, plan: PutPlan, slots: Sequence[memoryview]) -> None:
+    def write(self, plan: PutPlan, slots: Sequence[memoryview], sums: Sequence[int] | None = None) -> None:
         """See Medium.write."""
-        self._medium.write(plan, slots)
+        self._medium.write(plan, slots, sums)
 
     def write_many(self, objects: Sequence[tuple[PutPlan, Sequence[memoryview]]]) -> list[Exception | None]:
         """See Medium.write_many."""

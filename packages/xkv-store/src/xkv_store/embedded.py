@@ -40,6 +40,8 @@ LAUNCH_S_MAX: Final = 10.0
 ENVIRONMENT_NAMES: Final = frozenset({"PATH", "HOME", "TMPDIR", "LANG", "LD_LIBRARY_PATH", "PYTHONHOME"})
 """The last two: some interpreters find their own library and modules through them only."""
 ENVIRONMENT_PREFIXES: Final = ("XDG_", "XKV_", "LC_")
+REMOTE_PREFIXES: Final = ("MC_", "MOONCAKE_", "GLOG_")
+"""Of variables by which a remote's library is set; only where there is a remote."""
 
 # Runs in an interpreter of its own: forks once more and ends, so that the daemon's parent is init. An engine may have
 # pinned its process to a core on which it spins: a gateway that kept to that core would starve, so it may use all.
@@ -101,17 +103,14 @@ def daemon_arguments(card: EmbeddedCard, socket: Path) -> list[str]:
     return arguments
 
 
-def daemon_environment(environ: Mapping[str, str], path: Iterable[str]) -> dict[str, str]:
+def daemon_environment(environ: Mapping[str, str], path: Iterable[str], *, has_remote: bool = False) -> dict[str, str]:
     """What the daemon needs of our environment, and our module path.
 
     The rest stays behind: the engine's variables change what Python loads (LD_PRELOAD, PYTHONSTARTUP, …),
     and the daemon outlives the engine that happened to start it.
     """
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if name in ENVIRONMENT_NAMES or name.startswith(ENVIRONMENT_PREFIXES)
-    }
+    prefixes = ENVIRONMENT_PREFIXES + (REMOTE_PREFIXES if has_remote else ())
+    kept = {name: value for name, value in environ.items() if name in ENVIRONMENT_NAMES or name.startswith(prefixes)}
     folders = dict.fromkeys(str(Path(entry).absolute()) for entry in path)  # "" is the present folder
     kept["PYTHONPATH"] = os.pathsep.join(folder for folder in folders if os.pathsep not in folder)
     return kept
@@ -203,7 +202,7 @@ def _launch(card: EmbeddedCard, socket: Path, lock_fd: int) -> None:
             stdout=log_fd,
             stderr=log_fd,
             cwd="/",
-            env=daemon_environment(os.environ, sys.path),
+            env=daemon_environment(os.environ, sys.path, has_remote=card.remote is not None),
             pass_fds=(lock_fd,),
             start_new_session=True,
         )

@@ -132,8 +132,13 @@ class ObjectSlots:
             )
         )
 
-    def seal(self, slots: Sequence[memoryview], first_fragment: int) -> list[memoryview]:
+    def seal(
+        self, slots: Sequence[memoryview], first_fragment: int, sums: Sequence[int] | None = None
+    ) -> list[memoryview]:
         """Make the headers of the fragments from `first_fragment` on, whose payloads are in `slots`, in place.
+
+        `sums`: the payloads' checksums, where they were made before: what has changed since is then found by whoever
+        proves it.
 
         Returns the parts that are to be written. What lies behind a payload in them is zeroed: it may be another's.
         """
@@ -142,7 +147,8 @@ class ObjectSlots:
         end = HEADER_BYTES + payload_bytes[-1]
         if len(views[-1]) > end:
             views[-1][end:] = bytes(len(views[-1]) - end)
-        sums = payload_checksums(views, HEADER_BYTES, payload_bytes)
+        if sums is None:
+            sums = payload_checksums(views, HEADER_BYTES, payload_bytes)
         for view, header in zip(views, self._headers(payload_bytes, sums, first_fragment), strict=True):
             view[:HEADER_BYTES] = header
         return views

@@ -228,7 +228,8 @@ class _Loop:
         self._pool = IoPool(options.io_threads)
         self._committer: Committer[CommitBatch] = Committer(self._commit)
         self._prover = Prover(card, self._pool)
-        self._transfers = Transfers(card, self._pool, self._prover.noticed)
+        nearby = remote.nearby if remote is not None else None
+        self._transfers = Transfers(card, self._pool, self._prover.noticed, nearby)
         self._desk = Desk(
             card=card,
             transfers=self._transfers,

@@ -7,12 +7,11 @@ state of its own. Must not know the index, who uses which slot, or what an error
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from .database import Database
 from .errors import MediumError, PeerError
 from .fragment import Identity, ObjectSlots, filled, pieces
-from .geometry import Geometry
+from .geometry import HEADER_BYTES, Geometry
+from .native import copied
 from .plans import GetPlan, ObjectPlan, PutPlan
 from .testing.points import reached
 
@@ -29,17 +28,19 @@ class Medium:
     geometry: Geometry
     card_uuid: bytes
 
-    def write(self, plan: PutPlan, slots: Sequence[memoryview]) -> None:
+    def write(self, plan: PutPlan, slots: Sequence[memoryview], sums: Sequence[int] | None = None) -> None:
         """Seal the object's slots where they are (payloads in place) and write them. MediumError.
 
-        `slots` are whole, page-aligned ring slots, one per fragment, which nobody else touches meanwhile.
+        `slots` are whole, page-aligned slots, one per fragment, which nobody else touches meanwhile. `sums`: of their
+        payloads, where they were made before.
         """
         assert len(slots) == plan.fragments
         own = ObjectSlots(self._identity(plan), self.geometry)
         for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments, self._slots_at_once())):
             if count == 1:
                 reached("put.mid_write")
-            sealed = own.seal(slots[piece.fragment : piece.fragment + piece.slots], piece.fragment)
+            part = slice(piece.fragment, piece.fragment + piece.slots)
+            sealed = own.seal(slots[part], piece.fragment, sums[part] if sums is not None else None)
             self.databases[piece.database].write(piece.slot, sealed)
 
     def write_many(self, objects: Sequence[tuple[PutPlan, Sequence[memoryview]]]) -> list[Exception | None]:
@@ -99,10 +100,11 @@ class Medium:
         own = ObjectSlots(self._identity(plan), self.geometry)
         from_views = filled(source, plan.length, self.geometry, first_fragment)
         to_views = filled(slots, plan.length, self.geometry, first_fragment)
-        for fragment, (view, into) in enumerate(zip(from_views, to_views, strict=True), first_fragment):
-            # numpy's copy lets other threads run
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(view, np.uint8))
-            prove(own, [into], fragment)
+        sums = copied(from_views, to_views, HEADER_BYTES, own.payload_bytes(len(slots), first_fragment))
+        if prove is _PROVE:
+            own.prove(to_views, first_fragment, sums)
+        else:
+            prove(own, to_views, first_fragment)
 
     def _identity(self, plan: ObjectPlan) -> Identity:
         return Identity(self.card_uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)

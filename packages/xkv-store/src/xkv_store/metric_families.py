@@ -59,6 +59,7 @@ REMOTE_COUNTS: Final = (
         "result",
     ),
     Count("remote_fetched_bytes", "Bytes of objects that came from the remote", "remote_fetch_bytes"),
+    Count("remote_nearby_reads", "Loads from the remote's memory instead of the medium", "remote_nearby_reads"),
     Count(
         "remote_stored_objects",
         "Objects that were to go to the remote, by what became of them",

@@ -1,4 +1,4 @@
-"""Checksums of many payloads in one call, by the optional library where it is there, else by Python.
+"""Checksums of many payloads in one call, and copies with them: by the optional library, or by Python without it.
 
 Owns: finding and proving the library (packages/xkv-store/native/xkv.c), calling it, and the way without it.
 Must not know: what a slot's header says, files, or what an error is good for. Thread-safe.
@@ -16,6 +16,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Final
+
+import numpy as np
 
 from .layout import checksum
 
@@ -48,6 +50,12 @@ class Native:
             *(ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint64)),
         )
         self._read.restype = ctypes.c_int
+        self._copy = library.xkv_copy
+        self._copy.argtypes = (
+            *(ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p),
+            ctypes.POINTER(ctypes.c_uint64),
+        )
+        self._copy.restype = None
         self._in_memory = library.xkv_in_memory
         self._in_memory.argtypes, self._in_memory.restype = (ctypes.c_int,), ctypes.c_int
 
@@ -61,6 +69,18 @@ class Native:
         sums = (ctypes.c_uint64 * count)()
         self._checksums(count, _addresses(buffers, skip, payload_bytes), _packed(count, payload_bytes), sums)
         return sums[:]
+
+    def copy(
+        self, buffers: Sequence[memoryview], into: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]
+    ) -> list[int]:
+        """See `copied`."""
+        count, lengths = len(buffers), [len(buffer) for buffer in buffers]
+        if any(skip + n > length for n, length in zip(payload_bytes, lengths, strict=True)):
+            raise UnreachableError("a payload that ends behind its buffer")
+        sums = (ctypes.c_uint64 * count)()
+        places = _addresses(buffers, 0, lengths), _addresses(into, 0, lengths)
+        self._copy(skip, count, *places, _packed(count, lengths), _packed(count, payload_bytes), sums)
+        return _with_short(sums[:], into, skip, payload_bytes)
 
     def read(
         self,
@@ -109,7 +129,10 @@ def library() -> Native | None:
         return None
     sample = bytearray(number * number * 13 >> 3 & 255 for number in range(max(_PROVED_BYTES) + 1))
     buffers = [memoryview(sample)] * len(_PROVED_BYTES)
-    if found.checksums(buffers, 1, _PROVED_BYTES) != [checksum(memoryview(sample)[1 : 1 + n]) for n in _PROVED_BYTES]:
+    wanted = [checksum(memoryview(sample)[1 : 1 + n]) for n in _PROVED_BYTES]
+    into = [memoryview(bytearray(len(sample))) for _ in buffers]
+    is_right = found.checksums(buffers, 1, _PROVED_BYTES) == found.copy(buffers, into, 1, _PROVED_BYTES) == wanted
+    if not is_right or into != buffers:
         log.warning("%s is not used: its checksums are wrong", LIBRARY)
         return None
     return found
@@ -129,6 +152,21 @@ def payload_checksums(buffers: Sequence[memoryview], skip: int, payload_bytes: S
         except UnreachableError:
             pass  # the other way looks where a buffer ends
     return [checksum(buffer[skip : skip + n]) for buffer, n in zip(buffers, payload_bytes, strict=True)]
+
+
+def copied(
+    buffers: Sequence[memoryview], into: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]
+) -> list[int]:
+    """Copy each of `buffers` into its own of `into`; the checksum of each payload where it is now."""
+    found = library()
+    if found is not None:
+        try:
+            return found.copy(buffers, into, skip, payload_bytes)
+        except UnreachableError:
+            pass
+    for one, other in zip(buffers, into, strict=True):
+        np.copyto(np.frombuffer(other[: len(one)], np.uint8), np.frombuffer(one, np.uint8))  # lets other threads run
+    return payload_checksums(into, skip, payload_bytes)
 
 
 def _with_short(sums: list[int], buffers: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]) -> list[int]:

@@ -19,10 +19,20 @@ from .testing.points import reached
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from .card import Card, PutPlan
+    from .card import Card, GetPlan, PutPlan
 
 TOGETHER_SLOTS_MAX: Final = 8  # of one job: 2 MiB, from where on one object alone keeps the medium busy
 SMALL_SLOTS_MAX: Final = 2  # of an object that goes with others
+
+
+class Nearby(Protocol):
+    """Memory of the gateway's own from which objects are read as from the card, where they are there (a remote's)."""
+
+    def wrote(self, plan: PutPlan, slots: Sequence[memoryview]) -> None:
+        """These slots are on the card. They are an engine's, and nobody else touches them until this returns."""
+
+    def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> bool:
+        """As `Card.read`; False where the object is not there."""
 
 
 class Put(Protocol):
@@ -54,8 +64,11 @@ class _Together:
 class PutJobs:
     """The puts that the pool has, or is about to get."""
 
-    def __init__(self, card: Card, pool: IoPool, written: Callable[[Any, Exception | None], None]) -> None:
+    def __init__(
+        self, card: Card, pool: IoPool, written: Callable[[Any, Exception | None], None], nearby: Nearby | None = None
+    ) -> None:
         """`written` is told of each put when it has ended, in `ended`, `withdraw`, `add` or `flush`."""
+        self._nearby = nearby
         self._card = card
         self._pool = pool
         self._written = written
@@ -110,9 +123,14 @@ class PutJobs:
     def _run(self, together: _Together) -> None:
         for _ in together.puts:
             reached("put.before_write")
-        if len(together.puts) == 1:
-            self._card.write(together.puts[0].plan, together.puts[0].memory())
+        objects = [(put.plan, put.memory()) for put in together.puts]
+        if len(objects) == 1:
+            self._card.write(*objects[0])
         else:
-            together.errors = self._card.write_many([(put.plan, put.memory()) for put in together.puts])
+            together.errors = self._card.write_many(objects)
+        if self._nearby is not None:
+            for one, error in zip(objects, together.errors or [None] * len(objects), strict=True):
+                if error is None:
+                    self._nearby.wrote(*one)
         for _ in together.puts:
             reached("put.written")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from .card import Card, GetPlan
     from .leases import Part, Placed
+    from .put_jobs import Nearby
     from .ring import Ring
 
 LANDINGS_MAX: Final = 64  # of one read: the first waits for the copies of all; more is another read
@@ -65,6 +66,7 @@ class _Read:
     plan: GetPlan
     part: Part
     landings: list[Landing]
+    nearby: Nearby | None = None
     job: Job | None = None
     begun: bool = False
     closed: bool = False
@@ -101,7 +103,8 @@ class _Read:
         reached("get.before_read")
         source = first.views()
         try:
-            self.card.read(self.plan, source, self.part.first_fragment)
+            if self.nearby is None or not self.nearby.read(self.plan, source, self.part.first_fragment):
+                self.card.read(self.plan, source, self.part.first_fragment)
         except CorruptObject as error:
             # The memory is an engine's: what it writes there meanwhile must cost nobody else the object.
             _prove_apart(self.card, self.plan, self.part)
@@ -126,8 +129,15 @@ class _Read:
 class Reads:
     """All reads of one gateway."""
 
-    def __init__(self, card: Card, pool: IoPool, ended: Callable[[Landing, GetPlan, Exception | None], None]) -> None:
+    def __init__(
+        self,
+        card: Card,
+        pool: IoPool,
+        ended: Callable[[Landing, GetPlan, Exception | None], None],
+        nearby: Nearby | None = None,
+    ) -> None:
         """`ended` hears of each landing once, when nothing touches its slots any more."""
+        self._nearby = nearby
         self._card = card
         self._pool = pool
         self._ended = ended
@@ -170,7 +180,7 @@ class Reads:
         return True
 
     def _read(self, plan: GetPlan, part: Part, landing: Landing) -> None:
-        read = _Read(self._card, plan, part, [landing])
+        read = _Read(self._card, plan, part, [landing], self._nearby)
         read.job = job = Job(Lane.LOAD, read.run, owner=landing.owner, cost=part.fragments)
         self._open[part] = read
         self._jobs[job] = read

@@ -15,6 +15,7 @@ from .remote_fetches import RemoteFetches
 from .remote_format import remote_key
 from .remote_link import Process, check_library
 from .remote_memory import RemoteMemory
+from .remote_nearby import Nearby
 from .remote_stores import RemoteStores
 from .remote_words import CALL_OBJECTS_MAX, Lane
 from .remote_work import RemoteWork
@@ -53,6 +54,7 @@ class Remote:
         self._work = RemoteWork()
         self._link = Process(address, self._memory)
         self._holder = Process(address, None) if address.segment_bytes else None
+        self.nearby = Nearby(card, self._memory, lambda: self._link.is_up and not self._draining)
         parts = (card, self._link, self._memory, self._work, partial(SparseLog(log).warning, "%s: %s"))
         self._fetches = RemoteFetches(*parts)
         self._stores = RemoteStores(*parts)
@@ -90,13 +92,17 @@ class Remote:
     def confirmed(self, plans: Sequence[PutPlan]) -> None:
         """The card has confirmed these puts."""
         for plan in plans:
-            if not self._fetches.settle(plan, is_confirmed=True) and not self._draining:
-                self._stores.add(plan)
+            if not self._fetches.settle(plan, is_confirmed=True):
+                place = self.nearby.take_written(plan)
+                if not self._draining:
+                    self._stores.add(plan, place)
 
     def commit_failed(self, plans: Sequence[PutPlan]) -> None:
         """The card has not, and never will."""
         for plan in plans:
-            self._fetches.settle(plan, is_confirmed=False)
+            place = self.nearby.take_written(plan)
+            if not self._fetches.settle(plan, is_confirmed=False) and place is not None:
+                self._memory.give(place)
 
     def drain(self) -> None:
         """Begin nothing more."""
@@ -133,7 +139,8 @@ class Remote:
 
     def counters(self) -> dict[str, int]:
         """What has happened so far."""
-        return {**self._counters, **self._fetches.counters, **self._stores.counters, **self._link.counters}
+        own = {**self._counters, **self.nearby.counters}
+        return {**own, **self._fetches.counters, **self._stores.counters, **self._link.counters}
 
     def status(self) -> dict[str, Any]:
         """For people and metrics."""

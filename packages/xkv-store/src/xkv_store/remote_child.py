@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LIBRARY: Final = "mooncake"
 PR_SET_PDEATHSIG: Final = 1
+WAITS_NICE: Final = 10
 LIBRARY_BUFFER_BYTES: Final = 16 << 20  # the library's own, for what it is not given memory for: nothing of ours
 OURS: Final = -1_000_000  # a code that the library does not have: the call raised
 
@@ -140,6 +141,10 @@ class _Lanes:
         self._queues[call.lane].put(call)
 
     def _work(self, lane: Lane) -> None:
+        if lane is not Lane.LOOK:
+            # The library waits for a transfer's end in a loop without a pause, on this thread: a whole core. Whoever
+            # has work for that core, the library's own threads first of all, goes before it.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WAITS_NICE)
         while True:
             call = self._queues[lane].get()
             try:

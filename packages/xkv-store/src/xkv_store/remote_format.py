@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from .errors import CorruptObject
 from .fragment import Identity, ObjectSlots, filled
+from .geometry import HEADER_BYTES
 from .layout import BadBytesError, SlotHeader, parse_slot_header
+from .native import payload_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +53,13 @@ def header_of(first_slot: memoryview, encoded_key: bytes, received_bytes: int, g
     return header
 
 
-def prove_received(slots: Sequence[memoryview], header: SlotHeader, geometry: Geometry) -> None:
-    """CorruptObject unless `slots`, whole ones, hold all of that object, of that one generation of that one card."""
+def prove_received(slots: Sequence[memoryview], header: SlotHeader, geometry: Geometry) -> list[int]:
+    """CorruptObject unless `slots`, whole ones, hold all of that object, of that one generation of that one card.
+
+    The checksums of their payloads.
+    """
     identity = Identity(header.card_uuid, header.key, header.generation, header.length, header.family, header.position)
-    ObjectSlots(identity, geometry).prove(filled(slots, header.length, geometry, 0), 0)
+    own, views = ObjectSlots(identity, geometry), filled(slots, header.length, geometry, 0)
+    sums = payload_checksums(views, HEADER_BYTES, own.payload_bytes(len(views), 0))
+    own.prove(views, 0, sums)
+    return sums

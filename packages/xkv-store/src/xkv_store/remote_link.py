@@ -48,7 +48,6 @@ RESTART_NS_MIN: Final = NS // 2
 RESTART_NS_MAX: Final = 10 * NS  # what was away is found again within that
 KILLED_S_MAX: Final = 5.0  # for the kernel to end a process: nothing of it waits for a network
 _CLOSED: Final = "the gateway ends"
-LIBRARY_ENVIRONMENT: Final = ("MC_", "MOONCAKE_", "GLOG_")  # of variables that are the library's
 
 
 class LinkState(Enum):
@@ -247,8 +246,7 @@ class Process:
 
 def child_environment() -> dict[str, str]:
     """Of ours what a program of this package needs, and what is the library's."""
-    own = {name: value for name, value in os.environ.items() if name.startswith(LIBRARY_ENVIRONMENT)}
-    return {"GLOG_minloglevel": "2", **own, **daemon_environment(os.environ, sys.path)}
+    return {"GLOG_minloglevel": "2", **daemon_environment(os.environ, sys.path, has_remote=True)}
 
 
 def check_library() -> None:

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 QUEUED_MAX: Final = 16_384  # objects of which a remote has not been asked yet: some MB; more is not put there
 ASKED_MAX: Final = 256  # in one call: below a millisecond of the master's
-TOGETHER_MAX: Final = 32  # objects of one put
-TOGETHER_BYTES_MAX: Final = 16 << 20  # of one put: a bound of 10 s holds at 15 Mbit/s
-TOGETHER_BYTES_MIN: Final = 8 << 20  # worth a put while more is being read
+TOGETHER_MAX: Final = 256  # objects of one put
+TOGETHER_BYTES_MAX: Final = 64 << 20  # of one put: 10 s at 54 Mbit/s; each call costs some ms beside that
+TOGETHER_BYTES_MIN: Final = 32 << 20  # worth being the next put while there is one
+ALONE_BYTES_MIN: Final = 8 << 20  # worth a put where there is none, while more is being read
 TRIES_MAX: Final = 3  # a node that has just gone is chosen by the master until it has noticed
 RETRY_NS: Final = 2_000_000_000
 
@@ -72,14 +73,16 @@ class RemoteStores:
         waiting = len(self._queue) + len(self._later) + len(self._absent)
         return waiting + self._asked + self._reading + len(self._read) + self._putting
 
-    def add(self, plan: PutPlan) -> None:
-        """The card has confirmed this object."""
+    def add(self, plan: PutPlan, place: Place | None = None) -> None:
+        """The card has confirmed this object. `place`: where a copy of its slots lies, which is ours from now on."""
+        one = _Store(plan.key, plan.generation, place=place, length=plan.length)
         if self._memory.stores_max < plan.fragments:
             self.counters["remote_stores_too_large"] += 1
         elif len(self._queue) >= QUEUED_MAX:
             self.counters["remote_stores_shed"] += 1
+            self._give(one)
         else:
-            self._queue.append(_Store(plan.key, plan.generation))
+            self._queue.append(one)
 
     def step(self, now_ns: int) -> None:
         """Do what can be done now."""
@@ -91,7 +94,7 @@ class RemoteStores:
             self._ask()
         while self._absent and self._begin_read(self._absent[0]):
             self._absent.popleft()
-        while self._read and self._link.has_room(Lane.STORE) and (not self._reading or self._is_worth_a_put()):
+        while self._read and self._link.has_room(Lane.STORE) and self._is_worth_a_put():
             self._put()
 
     def _ask(self) -> None:
@@ -106,13 +109,18 @@ class RemoteStores:
         for one, code in zip(asked, codes or [-1] * len(asked), strict=True):
             if code > 0:
                 self.counters["remote_stores_held"] += 1
+                self._give(one)
             elif code == 0:
                 self._absent.append(one)
             else:
+                self._give(one)
                 self._failed(one, "no answer" if codes is None else code_text(code))
 
     def _begin_read(self, one: _Store) -> bool:
-        """Whether this need not be looked at again: it is being read, or it is gone."""
+        """Whether this need not be looked at again: it is being read or need not be, or it is gone."""
+        if one.place is not None:
+            self._read.append(one)  # also where it has left the card since: a small one's objects do so soon
+            return True
         plan = self._card.begin_proof(one.key)
         if plan is None or plan.generation != one.generation:
             if plan is not None:
@@ -144,7 +152,11 @@ class RemoteStores:
         self._note("an object could not be read for the remote", str(error))
 
     def _is_worth_a_put(self) -> bool:
-        return len(self._read) >= TOGETHER_MAX or sum(one.length for one in self._read) >= TOGETHER_BYTES_MIN
+        """Whether what is there should not wait for what will come to it."""
+        if not self._putting and not self._reading:
+            return True
+        wanted = TOGETHER_BYTES_MIN if self._putting else ALONE_BYTES_MIN
+        return len(self._read) >= TOGETHER_MAX or sum(one.length for one in self._read) >= wanted
 
     def _put(self) -> None:
         taken: list[_Store] = []
@@ -181,6 +193,6 @@ class RemoteStores:
         self._note("an object was not put to the remote", why)
 
     def _give(self, one: _Store) -> None:
-        assert one.place is not None
-        self._memory.give(one.place)
-        one.place = None
+        if one.place is not None:
+            self._memory.give(one.place)
+            one.place = None

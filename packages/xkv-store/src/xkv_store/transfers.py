@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .card import Card, GetPlan, PutPlan
     from .key import ObjectKey
     from .leases import LeaseRegion, Placed
+    from .put_jobs import Nearby
     from .ring import Ring
     from .session_actions import CancelGet, DropLease, StartGet, StartLease, StartPut
 
@@ -123,14 +124,20 @@ class _Getting(Waiting):
 class Transfers:
     """All puts and gets of all sessions."""
 
-    def __init__(self, card: Card, pool: IoPool, damaged: Callable[[GetPlan, str], None] = lambda _plan, _what: None):
+    def __init__(
+        self,
+        card: Card,
+        pool: IoPool,
+        damaged: Callable[[GetPlan, str], None] = lambda _plan, _what: None,
+        nearby: Nearby | None = None,
+    ) -> None:
         """`damaged` hears of each object that a get has found so, and which is off the card by then."""
         self._card = card
         self._damaged = damaged
         self._unconfirmed: dict[int, _Putting] = {}  # by generation: written, its index entry not yet committed
         self._getting: dict[tuple[Party, int], set[_Getting]] = {}
-        self._puts = PutJobs(card, pool, self._written)
-        self._reads = Reads(card, pool, self._landed)
+        self._puts = PutJobs(card, pool, self._written, nearby)
+        self._reads = Reads(card, pool, self._landed, nearby)
         self._intake: FairQueue[_Asked] = FairQueue()
         self._queued: Counter[tuple[Party, int]] = Counter()  # what of a get or lease is still in it
         self._cancelled: set[tuple[Party, int]] = set()  # of those
