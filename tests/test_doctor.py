@@ -25,6 +25,7 @@ from xkv_offload.doctor import command
 from xkv_offload.why import command as why_command
 from xkv_store import cli, contributed
 from xkv_store.doctor import limits
+from xkv_store.memory_limit import Roots
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
 from xkv_store.testing.processes import PORT, running_gateway
 
@@ -168,7 +169,7 @@ def machine(*, group: str, available_kib: int) -> Break:
         (own / "cgroup").write_text("0::/\n")
         (setup.folder / "proc" / "meminfo").write_text(f"MemAvailable: {available_kib} kB\n")
         (groups / "memory.max").write_text(f"{group}\n")
-        roots = limits.Roots(proc=setup.folder / "proc", groups=groups)
+        roots = Roots(proc=setup.folder / "proc", groups=groups)
         setup.patch.setattr(limits, "Roots", lambda: roots)
 
     return breaks

@@ -25,6 +25,7 @@ from xkv_store.doctor import findings as said
 from xkv_store.doctor import folder as folders
 from xkv_store.doctor.findings import Severity
 from xkv_store.geometry import FRAGMENT_BYTES
+from xkv_store.memory_limit import Roots
 from xkv_store.sockets import Peer
 from xkv_store.testing.faults import Fault, FaultPlan, Kind, Operation
 from xkv_store.testing.processes import PORT, running_gateway
@@ -619,7 +620,7 @@ def test_a_limit_that_the_process_can_raise_itself() -> None:
         assert limits.examine_memlock(enough, ring_bytes=MIB).severity is Severity.OK
 
 
-def machine(folder: Path, *, cgroup: str, files: dict[str, str]) -> limits.Roots:
+def machine(folder: Path, *, cgroup: str, files: dict[str, str]) -> Roots:
     """The kernel's files of another machine: this one's limits are not a test's to set."""
     own = folder / "proc" / "self"
     own.mkdir(parents=True)
@@ -630,7 +631,7 @@ def machine(folder: Path, *, cgroup: str, files: dict[str, str]) -> limits.Roots
         path = folder / "groups" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return limits.Roots(proc=folder / "proc", groups=folder / "groups")
+    return Roots(proc=folder / "proc", groups=folder / "groups")
 
 
 @pytest.mark.parametrize(
