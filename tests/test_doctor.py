@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from development.places import ROOT
+from harness import release
 from xkv_offload.doctor import command
 from xkv_offload.why import command as why_command
 from xkv_store import cli, contributed
@@ -81,6 +82,7 @@ class Setup:
 
 @pytest.fixture
 def setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Setup:
+    release.names()  # imported without its warnings, whichever test comes first
     return Setup(tmp_path, monkeypatch, capsys)
 
 
