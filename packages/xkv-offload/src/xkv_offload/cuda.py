@@ -7,6 +7,7 @@ Must not know: what is copied, slots, jobs. Imported only where tensors lie on a
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -143,7 +144,12 @@ class CudaDevice:
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             while self._registered:
-                runtime.cudaHostUnregister(self._registered.pop().ctypes.data)
+                part = self._registered.pop()
+                status = int(runtime.cudaHostUnregister(part.ctypes.data))
+                if status != 0:
+                    logger.warning("xkv: CUDA does not give %d bytes of the ring back (error %d)", part.nbytes, status)
+                    with suppress(RuntimeError):  # where the device is lost, all its calls fail
+                        self._clear_error()
 
 
 def _copy_batch(batches: BatchedCopies, stream: int, copies: Sequence[Copies], *, into_device: bool) -> None:
