@@ -358,8 +358,11 @@ def test_pages_are_read_after_what_vllm_had_queued_and_written_after_it(seed: in
         assert (got == content[list(move.part.blocks)].numpy().view(np.uint8).reshape(-1)).all()
 
     # a forward pass that was queued before the load still writes the pages' last owner's tokens
+    for _ in range(40):  # longer than the copies
+        rig.device.enqueue(rig.device.engine, lambda: None)
     rig.device.enqueue(rig.device.engine, lambda: tensor.fill_(1))
     run(rig, moves, gather=False)
+    rig.device.await_all()  # the pass as well: had the load not waited for it, it would come now
     assert (tensor[:9] == content[:9]).all()
 
 
