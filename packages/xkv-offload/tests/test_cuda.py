@@ -3,8 +3,10 @@
 No GPU: if these go, only a run on one shows a refusal that is left behind, or a stream of the wrong priority.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 
 from xkv_offload.cuda import CudaDevice
+from xkv_store.ring import Ring
 
 PART_BYTES = 4_096
 
@@ -65,6 +68,10 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Runtime]:
     return make
 
 
+def is_mapped() -> bool:
+    return "memfd:xkv-ring" in Path("/proc/self/maps").read_text(encoding="utf-8")
+
+
 def parts(count: int) -> list[Any]:
     return [np.zeros(PART_BYTES, np.uint8) for _ in range(count)]
 
@@ -116,6 +123,38 @@ def test_a_part_that_is_not_given_back_keeps_no_other(
     assert cuda.registered == [own[1].ctypes.data]
     assert "error 713" in caplog.text
     assert cuda.error == 0
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_is_given_back_before_it_is_unmapped_however_the_device_ends(
+    runtime: Callable[..., Runtime], monkeypatch: pytest.MonkeyPatch, closed: bool
+) -> None:
+    """An engine that fails between registration and its first job closes nothing; the next one is mapped there."""
+    cuda, device = runtime(), CudaDevice(torch.device("cpu"))
+    ring = Ring.create(8, PART_BYTES)
+    ring.close()  # the mapping lives as long as any view of it does
+    device.register([ring.array[number : number + 1] for number in range(8)])
+    tensor: Any = device.host_bytes(ring.array)
+    mapped: list[bool] = []
+    real = cuda.cudaHostUnregister
+
+    def note(address: int) -> int:
+        mapped.append(is_mapped())
+        return real(address)
+
+    monkeypatch.setattr(cuda, "cudaHostUnregister", note)
+    assert is_mapped()
+    if closed:
+        device.unregister()
+    del ring, device
+    gc.collect()
+    assert is_mapped(), "a tensor is a view"
+    assert tensor.sum() == 0
+    del tensor
+    gc.collect()
+    assert mapped == [True] * 8
+    assert cuda.registered == []
+    assert not is_mapped()
 
 
 def test_loads_streams_are_urgent_and_waits_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from xkv_offload import cuda_batch, device_setup
+from xkv_offload import cuda, cuda_batch, device_setup
 from xkv_offload.cuda import CudaDevice
 from xkv_offload.cuda_batch import Attributes, BatchedCopies, Location, RefusedError
 from xkv_offload.rows import Run
@@ -250,12 +250,17 @@ def test_a_batch_that_is_refused_is_copied_one_by_one_and_so_is_all_that_follows
 
 
 def test_batches_are_proved_before_they_are_used(caplog: pytest.LogCaptureFixture) -> None:
-    good, bad, none = Device(FakeDriver()), Device(FakeDriver()), Device(None)
+    class Odd(Device):
+        def use_batches(self) -> bool:
+            super().use_batches()
+            raise TypeError("the driver answers with something else")
+
+    good, bad, none, odd = Device(FakeDriver()), Device(FakeDriver()), Device(None), Odd(FakeDriver())
     assert bad.driver is not None
     bad.driver.spoils = True
-    for device in (good, bad, none):
+    for device in (good, bad, none, odd):
         device_setup.choose_copies(device)
-    assert [device._batches is not None for device in (good, bad, none)] == [True, False, False]
+    assert [device._batches is not None for device in (good, bad, none, odd)] == [True, False, False, False]
     assert good.driver is not None
     assert [len(call["copies"]) for call in good.driver.calls] == [3, 3], "to the GPU, and back"
     assert caplog.text.count("did not copy") == 1
@@ -275,7 +280,7 @@ def test_memory_that_cuda_did_not_register_is_copied_one_by_one(
     registered: list[bool] = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     device = Device(FakeDriver())
-    monkeypatch.setattr(device, "_clear_error", lambda: None)
+    monkeypatch.setattr(cuda, "_clear_error", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
     assert device.use_batches()
     in_batches = []
