@@ -239,6 +239,7 @@ KERNELS = pytest.mark.parametrize("kernel", ["torch", "triton"])
 SHAPES: dict[str, dict[str, Any]] = {
     "even pages": {"pages": [[512, 512]]},
     "odd pages with padding": {"pages": [[701, 7, 1_200]], "padding": 13},
+    "even pages in rows of odd lengths": {"pages": [[512, 256]], "padding": 5},
     "a page over several fragments": {"pages": [[9_001]], "padding": 3},
     "two groups": {"pages": [[640], [96, 320]]},
     "one page for all layers": {"pages": [[4_096]]},
