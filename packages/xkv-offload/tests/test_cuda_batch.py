@@ -30,7 +30,7 @@ def words_at(address: int, count: int) -> tuple[int, ...]:
 
 
 class FakeDriver:
-    """The entry points of libcuda.so.1. `status`: what a batch answers; `spoils`: which batch, if any, copies a byte too few."""
+    """The functions of libcuda.so.1. `status`: what a batch answers; `spoils`: which batch copies too few bytes."""
 
     def __init__(self, *, has_function: bool = True, context: int = CONTEXT, lookup_status: int = 0) -> None:
         self.status = 0
@@ -263,7 +263,9 @@ def test_batches_are_proved_before_they_are_used(caplog: pytest.LogCaptureFixtur
         device_setup.choose_copies(device)
     assert [device._batches is not None for device in all_of_them] == [True, False, False, False, False]
     assert good.driver is not None
-    assert [len(call["copies"]) for call in good.driver.calls] == [3, 3], "to the GPU, and back"
+    there, back = (call["copies"] for call in good.driver.calls)
+    assert len(there) == 3
+    assert [(source, into, size) for into, source, size in there] == back
     assert caplog.text.count("did not copy") == 2, "one on the way there, one on the way back"
     assert good.singly == 0
 

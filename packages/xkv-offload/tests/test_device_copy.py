@@ -29,10 +29,10 @@ from xkv_offload.jobs import Priority
 from xkv_offload.layout import ObjectLayout, Page, fragment_range
 from xkv_offload.mapping import ChunkPart
 from xkv_offload.rank import RankContext
-from xkv_offload.rows import ROW_BYTES_MAX, Run, TensorPlace, WavePlan, unit_bytes
+from xkv_offload.rows import ROW_BYTES_MAX, Run, TensorPlace, WavePlan, make_piece, make_table, unit_bytes
 from xkv_offload.staging_area import Copies, Division, RowCopier, StagingSlot, Work, divide
 from xkv_offload.transfer import XkvTransferSpec
-from xkv_offload.worker import XkvWorker
+from xkv_offload.worker import XkvWorker, _span
 from xkv_store.errors import UserError
 from xkv_store.geometry import HEADER_BYTES
 
@@ -561,6 +561,28 @@ def test_offsets_beyond_four_gigabytes(interpreted: ModuleType) -> None:
     got = ring[:, HEADER_BYTES : HEADER_BYTES + 512].view(np.int8).reshape(2, 2, 256)
     assert (got[0] == content.numpy()).all()
     assert (got[1] == content.numpy()[::-1]).all()
+
+
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+def test_block_ids_come_to_the_plan_as_they_are(width: type[np.signedinteger[Any]]) -> None:
+    largest = int(np.iinfo(width).max)
+    blocks = SimpleNamespace(
+        block_ids=np.array([largest, 3], width), group_sizes=[2], block_indices=np.array([0], width)
+    )
+    span = _span(blocks)
+    blocks.block_ids[:] = 0  # vLLM's own, which it uses again
+    assert [type(one) for one in span.block_ids.tolist()] == [int, int]
+    layout = ObjectLayout(2, (Page(0, 64),))
+    table = make_table(
+        layout=layout, base_sub_block=0, tensors=[TensorPlace(1 << 40, 64)], fragment_bytes=FRAGMENT, row_bytes=64
+    )
+    move = Move(
+        ChunkPart(0, 0, 0, tuple(span.block_ids.tolist())), layout, RingSlots(np.zeros((1, 1), np.uint8), [0]), 0, 0
+    )
+    plan, words = WavePlan(words_max=64), np.zeros(64, np.int64)
+    assert plan.add(make_piece(move, table, first=0, fragments=1, staged=0))
+    written = plan.write(words, staging_address=1 << 41, slot_bytes=HEADER_BYTES + FRAGMENT)
+    assert words[: written.words].tolist()[-2:] == [largest, 3]
 
 
 def test_the_ring_is_registered_in_bounded_parts_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

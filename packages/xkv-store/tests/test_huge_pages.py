@@ -81,6 +81,22 @@ def test_nothing_is_mapped_where_the_kernel_refuses(tmp_path: Path) -> None:
     assert len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()) <= before + 1
 
 
+def address_space() -> int:
+    (kib,) = re.findall(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    return int(kib) << 10
+
+
+def test_what_was_reserved_beside_it_is_given_back_at_once() -> None:
+    before = address_space()
+    mappings = []
+    for _ in range(64):
+        fd = make_sealed_memory(NAME, 4_096)
+        mappings.append(Mapping(fd, 4_096))
+        os.close(fd)
+    assert address_space() - before < 32 * HUGE_PAGE_BYTES
+    assert len(mappings) == 64
+
+
 def test_what_is_there_stays_and_lies_in_huge_pages(mapping: Mapping) -> None:
     pattern = os.urandom(SIZE)
     mapping.memory[:] = pattern
