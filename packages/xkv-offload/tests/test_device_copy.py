@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import count, pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -30,7 +30,7 @@ from xkv_offload.layout import ObjectLayout, Page, fragment_range
 from xkv_offload.mapping import ChunkPart
 from xkv_offload.rank import RankContext
 from xkv_offload.rows import ROW_BYTES_MAX, Run, TensorPlace, WavePlan, make_piece, make_table, unit_bytes
-from xkv_offload.staging_area import Copies, Division, RowCopier, StagingSlot, Work, divide
+from xkv_offload.staging_area import Copies, Division, RowCopier, StagingSlot, Work, divide, make_slots
 from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker, _span
 from xkv_store.errors import UserError
@@ -621,6 +621,23 @@ def test_a_staging_area_is_divided_whole_or_refused() -> None:
     assert divide(staging_bytes=1 << 36, slot_bytes=1 << 12).fragments == 65_535, "of one launch"
     with pytest.raises(UserError, match=r"xkv\.staging_bytes = 1048576 is too small"):
         divide(staging_bytes=1 << 20, slot_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("staging_bytes", [1 << 20, 3 << 20, 50_000_001])
+def test_what_the_slots_take_of_the_gpu_is_one_piece_within_the_bound(staging_bytes: int) -> None:
+    taken: list[int] = []
+
+    class Counting(LateDevice):
+        def zeros(self, size_bytes: int) -> Any:
+            taken.append(size_bytes)
+            return super().zeros(size_bytes)
+
+    division = divide(staging_bytes=staging_bytes, slot_bytes=1 << 16)
+    slots = [slot for of_way in make_slots(Counting(0), division=division, slot_bytes=1 << 16) for slot in of_way]
+    (total,) = taken
+    assert total <= staging_bytes
+    places = sorted((view.data_ptr(), len(view)) for slot in slots for view in (slot.area, slot.plan))
+    assert all(at + length <= behind for (at, length), (behind, _) in pairwise(places)), "no two share a byte"
 
 
 def test_the_rows_are_tritons_where_its_kernel_proves_itself(
