@@ -24,6 +24,7 @@ from typing import Any
 
 NEW_TOKENS = 2
 RESTORES = 3
+WEIGHT_SCALE = 35  # of vLLM's own, up to 0.001
 PHASE_S_MAX = 280
 GIB = 1 << 30
 RING = {"xkv.ring_bytes": 6 * GIB, "xkv.load_reserve_bytes": 2 * GIB, "xkv.store_backlog_bytes": 4 * GIB}
@@ -100,10 +101,33 @@ def prompt(length: int, number: int) -> list[int]:
     return [(7 * i * i + 3 * i + 11 * number + 1) % 60_000 + 5 for i in range(length)]
 
 
+def use_lively_weights() -> None:
+    """From now on weights that are made up are as large as trained ones, and norms let everything through.
+
+    As vLLM makes them, what a layer adds is next to nothing, and the tokens are the same whatever was restored.
+    """
+    import torch  # noqa: PLC0415 - only the children load it
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader  # noqa: PLC0415 - as above
+
+    genuine = DummyModelLoader.load_weights
+
+    def load(loader: Any, model: Any, model_config: Any) -> None:
+        genuine(loader, model, model_config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() == 1:
+                    weight.fill_(1)
+                else:
+                    weight.mul_(WEIGHT_SCALE)
+
+    DummyModelLoader.load_weights = load
+
+
 def make_engine(name: str, folder: Path, shape: str, *, graphs: bool) -> Any:
     """An engine in this process, with weights that are made up (alike in each process)."""
     from vllm import LLM  # noqa: PLC0415 - only the children load vLLM
 
+    use_lively_weights()
     (folder / shape).mkdir(parents=True, exist_ok=True)
     (folder / shape / "config.json").write_text(json.dumps({**SHAPES[shape], "torch_dtype": "bfloat16"}))
     extra = offloading(name, folder)
@@ -184,6 +208,30 @@ def restores(llm: Any, name: str, lengths: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
+def canary(llm: Any, length: int) -> bool:
+    """Whether the tokens differ where all that is restored is zeros. The engine's last: its ring is spoilt."""
+    from xkv_offload.copy import End, HostMover, Move  # noqa: PLC0415 - only where xkv is measured
+    from xkv_offload.device_copy import DeviceMover  # noqa: PLC0415 - as above
+    from xkv_store.geometry import HEADER_BYTES  # noqa: PLC0415 - as above
+
+    tokens = prompt(length, 999)
+    ask(llm, tokens)
+    hit = ask(llm, tokens)
+    time.sleep(3.0)
+    for mover in (DeviceMover, HostMover):
+        genuine = mover.start_scatter
+
+        def zeroed(self: Any, move: Move, mark: object, end: End, genuine: Callable[..., None] = genuine) -> None:
+            for slot in move.slots:
+                slot[HEADER_BYTES:] = 0
+            genuine(self, move, mark, end)
+
+        mover.start_scatter = zeroed  # type: ignore[method-assign]
+    llm.reset_prefix_cache()
+    spoilt = ask(llm, tokens)
+    return bool(spoilt["cached"] and spoilt["tokens"] != hit["tokens"])
+
+
 def decode(llm: Any, *, prompts: bool) -> dict[str, float]:
     """Steps of 8 requests that decode; with `prompts`, while one of 8,000 tokens comes every 12 steps."""
     from vllm import SamplingParams  # noqa: PLC0415 - as above
@@ -234,6 +282,7 @@ def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...], *, grap
 
         result["counters"] = {key: value for key, value in PROCESS_COUNTERS.items() if value}
         result["gateway"] = gateway_counters(folder)
+        result["canary_differs"] = canary(llm, lengths[0])
     return result
 
 

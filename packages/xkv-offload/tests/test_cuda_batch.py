@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from xkv_offload import cuda_batch, device_setup
+from xkv_offload import cuda, cuda_batch, device_setup
 from xkv_offload.cuda import CudaDevice
 from xkv_offload.cuda_batch import Attributes, BatchedCopies, Location, RefusedError
 from xkv_offload.rows import Run
@@ -30,11 +30,11 @@ def words_at(address: int, count: int) -> tuple[int, ...]:
 
 
 class FakeDriver:
-    """The entry points of libcuda.so.1. `status`: what a batch answers; `spoils`: it copies a byte too few."""
+    """The functions of libcuda.so.1. `status`: what a batch answers; `spoils`: which batch copies too few bytes."""
 
     def __init__(self, *, has_function: bool = True, context: int = CONTEXT, lookup_status: int = 0) -> None:
         self.status = 0
-        self.spoils = False
+        self.spoils = 0
         self.contexts: list[int] = []
         self.calls: list[dict[str, Any]] = []
         self.asked: list[tuple[bytes, int, int]] = []
@@ -98,7 +98,7 @@ class FakeDriver:
             ctypes.memmove(failed, struct.pack("<Q", 1), 8)
             return self.status
         for to, source, length in call["copies"]:
-            ctypes.memmove(to, source, length - self.spoils)
+            ctypes.memmove(to, source, length - (len(self.calls) == self.spoils))
         return 0
 
 
@@ -250,15 +250,23 @@ def test_a_batch_that_is_refused_is_copied_one_by_one_and_so_is_all_that_follows
 
 
 def test_batches_are_proved_before_they_are_used(caplog: pytest.LogCaptureFixture) -> None:
-    good, bad, none = Device(FakeDriver()), Device(FakeDriver()), Device(None)
-    assert bad.driver is not None
-    bad.driver.spoils = True
-    for device in (good, bad, none):
+    class Odd(Device):
+        def use_batches(self) -> bool:
+            super().use_batches()
+            raise TypeError("the driver answers with something else")
+
+    drivers = [FakeDriver() for _ in range(3)]
+    good, bad, worse = map(Device, drivers)
+    drivers[1].spoils, drivers[2].spoils = 1, 2
+    all_of_them = [good, bad, worse, Device(None), Odd(FakeDriver())]
+    for device in all_of_them:
         device_setup.choose_copies(device)
-    assert [device._batches is not None for device in (good, bad, none)] == [True, False, False]
+    assert [device._batches is not None for device in all_of_them] == [True, False, False, False, False]
     assert good.driver is not None
-    assert [len(call["copies"]) for call in good.driver.calls] == [3, 3], "to the GPU, and back"
-    assert caplog.text.count("did not copy") == 1
+    there, back = (call["copies"] for call in good.driver.calls)
+    assert len(there) == 3
+    assert [(source, into, size) for into, source, size in there] == back
+    assert caplog.text.count("did not copy") == 2, "one on the way there, one on the way back"
     assert good.singly == 0
 
 
@@ -275,7 +283,7 @@ def test_memory_that_cuda_did_not_register_is_copied_one_by_one(
     registered: list[bool] = []
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     device = Device(FakeDriver())
-    monkeypatch.setattr(device, "_clear_error", lambda: None)
+    monkeypatch.setattr(cuda, "_clear_error", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: torch.no_grad())
     assert device.use_batches()
     in_batches = []

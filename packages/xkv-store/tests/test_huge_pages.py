@@ -81,6 +81,22 @@ def test_nothing_is_mapped_where_the_kernel_refuses(tmp_path: Path) -> None:
     assert len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()) <= before + 1
 
 
+def address_space() -> int:
+    (kib,) = re.findall(r"^VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    return int(kib) << 10
+
+
+def test_what_was_reserved_beside_it_is_given_back_at_once() -> None:
+    before = address_space()
+    mappings = []
+    for _ in range(64):
+        fd = make_sealed_memory(NAME, 4_096)
+        mappings.append(Mapping(fd, 4_096))
+        os.close(fd)
+    assert address_space() - before < 32 * HUGE_PAGE_BYTES
+    assert len(mappings) == 64
+
+
 def test_what_is_there_stays_and_lies_in_huge_pages(mapping: Mapping) -> None:
     pattern = os.urandom(SIZE)
     mapping.memory[:] = pattern
@@ -136,3 +152,30 @@ def test_a_refusal(
 
 def test_it_ends_in_time(mapping: Mapping) -> None:
     assert mapping.use_huge_pages(EVERYTHING, seconds_max=0) <= HUGE_PAGE_BYTES
+
+
+def test_what_is_smaller_than_a_huge_page_stays_as_it_is() -> None:
+    size = HUGE_PAGE_BYTES - 4_096
+    fd = make_sealed_memory(NAME, size)
+    try:
+        small = Mapping(fd, size)
+    finally:
+        os.close(fd)
+    assert small.use_huge_pages([range(size)]) == 0
+    small.memory[-1] = 7
+    assert mapped_in_huge_pages() == 0
+
+
+def test_what_a_forked_child_drops_is_its_own_mapping_alone() -> None:
+    fd = make_sealed_memory(NAME, SIZE)
+    ours = Mapping(fd, SIZE)
+    os.close(fd)
+    child = os.fork()
+    if child == 0:
+        ours.memory[0] = 42
+        del ours
+        gc.collect()
+        os._exit(is_mapped())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child still has it"
+    assert ours.memory[0] == 42
+    assert is_mapped()

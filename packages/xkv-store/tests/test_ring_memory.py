@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from xkv_store.client import Attachment, Client
+from xkv_store.doctor.limits import gather_huge_pages
 from xkv_store.geometry import HEADER_BYTES
 from xkv_store.ring import RingUse
 from xkv_store.sockets import socket_for_port
@@ -25,26 +26,25 @@ ANSWER_S_MAX = 60.0
 KIB = 1_024
 
 
-def ring_of(process_id: int | str) -> tuple[int, int]:
+def ring_of(process_id: int | str, figures: str = "Rss|Pss") -> tuple[int, ...]:
     """Bytes of the ring that a process has in memory, and its share of them (Rss and Pss of the mapping)."""
     text = Path(f"/proc/{process_id}/smaps").read_text(encoding="utf-8")
     (mapping,) = re.findall(r"memfd:xkv-ring[^\n]*\n(?:[A-Z]\w+:[^\n]*\n)+", text)
-    found = dict(re.findall(r"^(Rss|Pss): +(\d+) kB", mapping, re.MULTILINE))
-    return int(found["Rss"]) * KIB, int(found["Pss"]) * KIB
+    return tuple(int(kib) * KIB for kib in re.findall(rf"^(?:{figures}): +(\d+) kB", mapping, re.MULTILINE))
 
 
-def be_a_rank(rank: int, folder: Path, pipe: Connection) -> None:
-    """Attach, use every slot of the ring as a rank may, and say what that took; end when told to."""
-    client = Client.attach(
+def attached(folder: Path, rank: int, *, ranks: int, staged_bytes: int = 0) -> Client:
+    """A rank."""
+    return Client.attach(
         Attachment(
             socket=socket_for_port(folder / "sockets", PORT),
             engine_id="engine",
             role=Role.RANK,
             rank=rank,
-            world_size=RANKS,
+            world_size=ranks,
             ring_bytes=RING_BYTES,
             load_reserve_bytes=RING_BYTES // 2,
-            staged_bytes=0,
+            staged_bytes=staged_bytes,
             ring_use=RingUse.LEASED,
             fragment_bytes=SLOT_BYTES - HEADER_BYTES,
             connect_timeout_ms=30_000,
@@ -52,6 +52,11 @@ def be_a_rank(rank: int, folder: Path, pipe: Connection) -> None:
             embedded=None,
         )
     )
+
+
+def be_a_rank(rank: int, folder: Path, pipe: Connection) -> None:
+    """Attach, use every slot of the ring as a rank may, and say what that took; end when told to."""
+    client = attached(folder, rank, ranks=RANKS)
     own = client.store_region
     client.ring.array[own.first : own.first + own.count] = 1  # what a rank stores it writes there
     pipe.send("written")
@@ -97,3 +102,14 @@ def test_eight_ranks_have_one_ring_in_memory(tmp_path: Path) -> None:
                 process.kill()
                 process.join()
         assert [process.exitcode for process in processes] == [0] * RANKS
+
+
+def test_a_rank_that_has_attached_has_all_that_its_gpu_will_pin_in_huge_pages(tmp_path: Path) -> None:
+    """What the scheduler stages in as well: pages that a GPU has pinned stay as small as they are."""
+    with running_gateway(tmp_path, slot_bytes=SLOT_BYTES):
+        client = attached(tmp_path, 0, ranks=1, staged_bytes=RING_BYTES // 4)
+        try:
+            assert client.load_region.numbers.stop < client.ring.slots, "the staged slots are behind them"
+            assert ring_of("self", "ShmemPmdMapped") == (RING_BYTES if gather_huge_pages() else 0,)
+        finally:
+            client.close()

@@ -6,7 +6,9 @@ Must not know: what is copied, slots, jobs. Imported only where tensors lie on a
 
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -40,6 +42,7 @@ class CudaDevice:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._registered: list[Bytes] = []
+        weakref.finalize(self, _give_back, self._registered, device).atexit = False
         self._thread = _Thread()
         self._thread.is_maker = True
         self._batches: BatchedCopies | None = None
@@ -111,7 +114,7 @@ class CudaDevice:
         torch.cuda.synchronize(self._device)
 
     def register(self, parts: Sequence[Bytes]) -> None:
-        """See Device. Pinning takes the memory at once, page by page."""
+        """See Device. Pinning takes the memory at once, page by page. However this device ends, it gives it back."""
         runtime = torch.cuda.cudart()
         with torch.cuda.device(self._device):
             for part in parts:
@@ -124,26 +127,39 @@ class CudaDevice:
                         sum(one.nbytes for one in self._registered),
                         sum(one.nbytes for one in parts),
                     )
-                    self._clear_error()
+                    _clear_error(self._device)
                     self._batches = None  # not for memory that CUDA does not know, or knows in parts
                     return
                 self._registered.append(part)
 
-    def _clear_error(self) -> None:
-        """CUDA remembers a refusal until somebody asks: the next launch does, and would take it for its own."""
-        try:
-            torch.zeros(_CLEARING_BYTES, dtype=torch.int8, device=self._device)
-        except RuntimeError as error:
-            logger.debug("the refusal was still there: %s", error)
-        torch.zeros(_CLEARING_BYTES, dtype=torch.int8, device=self._device)
-
     def unregister(self) -> None:
         """See Device."""
         self._batches = None
-        runtime = torch.cuda.cudart()
-        with torch.cuda.device(self._device):
-            while self._registered:
-                runtime.cudaHostUnregister(self._registered.pop().ctypes.data)
+        _give_back(self._registered, self._device)
+
+
+def _give_back(registered: list[Bytes], device: Any) -> None:
+    """Before its memory is unmapped: CUDA would take what is mapped there next for the same pages."""
+    if not registered:
+        return
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):
+        while registered:
+            part = registered.pop()
+            status = int(runtime.cudaHostUnregister(part.ctypes.data))
+            if status != 0:
+                logger.warning("xkv: CUDA does not give %d bytes of the ring back (error %d)", part.nbytes, status)
+                with suppress(RuntimeError):  # where the device is lost, all its calls fail
+                    _clear_error(device)
+
+
+def _clear_error(device: Any) -> None:
+    """CUDA remembers a refusal until somebody asks: the next launch does, and would take it for its own."""
+    try:
+        torch.zeros(_CLEARING_BYTES, dtype=torch.int8, device=device)
+    except RuntimeError as error:
+        logger.debug("the refusal was still there: %s", error)
+    torch.zeros(_CLEARING_BYTES, dtype=torch.int8, device=device)
 
 
 def _copy_batch(batches: BatchedCopies, stream: int, copies: Sequence[Copies], *, into_device: bool) -> None:

@@ -128,9 +128,11 @@ class DeviceMover:
 
     def close(self) -> None:
         """See Mover."""
-        while self.advance():
-            pass
-        self._device.unregister()
+        try:
+            while self.advance():
+                pass
+        finally:
+            self._device.unregister()
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -256,7 +258,12 @@ def _wait_for(marks: Sequence[Any], stream: Any) -> None:
 
 
 def _is_over(wave: _Wave) -> bool:
-    return wave.error is not None or wave.slot.done.query()
+    if wave.error is None:
+        try:
+            return wave.slot.done.query()
+        except Exception as error:  # noqa: BLE001 - as in _launch; a device that is lost says so at every question
+            wave.error = error
+    return True
 
 
 def _have_ended(copy: _Copy, slots: int) -> None:

@@ -81,10 +81,9 @@ class BatchingDevice(Device, Protocol):
 
 def choose_copies(device: BatchingDevice) -> None:
     """A wave's copies in one call where the driver has such a call, and it copies bytes; else one by one."""
-    if not device.use_batches():
-        return
     try:
-        prove_copies(device)
+        if device.use_batches():
+            prove_copies(device)
     except Exception as error:  # noqa: BLE001 - a driver has a say in it
         logger.warning("xkv: copies between GPU and ring are queued one by one: %s", error)
         device.use_no_batches()

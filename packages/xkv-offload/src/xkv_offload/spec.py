@@ -8,6 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from xkv_compat.features import detect_live
@@ -268,33 +269,38 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             layouts=layouts,
             fragment_bytes=config.fragment_bytes,
         )
-        client = attach_rank(view=view, config=config, staged_bytes=staged_bytes, use=use)
-        ring, own = client.ring, (client.store_region, client.load_region)
-        mover.use_ring(
-            ring.array,
-            [*(range(one.first, one.first + one.count) for one in own), range(ring.slots - staged, ring.slots)],
-        )
-        client.publish_namespace(described.digest(), described.text())
-        logger.info("xkv: rank %d of %d ready in %.2f s", view.rank, view.world_size, time.monotonic() - started)
-        return _Worker(
-            context=RankContext(
-                client=client,
-                rank=view.rank % sharers,
-                object_rank=0 if replicated else view.rank,
-                writes=not replicated or view.rank == 0,
-                blocks_per_chunk=view.blocks_per_chunk,
-                fragment_bytes=config.fragment_bytes,
-                layouts=layouts,
-                lone_last_block=[kind.mamba for kind in group_kinds or ()] or [False] * len(view.groups),
-                positions={group.group_id: position for position, group in enumerate(view.groups)},
-                mover=mover,
-                load_timeout_s=config.load_timeout_ms / 1000,
-                failure_plan=failure_plan,
-                failures=failures.FailureLog(),
-                recomputes=kv_load_failure_policy(vllm_config) == "recompute",
-            ),
-            transfer_result=_framework.TransferResult,
-        )
+        with ExitStack() as undone:  # should what follows fail
+            client = attach_rank(view=view, config=config, staged_bytes=staged_bytes, use=use)
+            undone.callback(client.close)
+            undone.callback(mover.close)
+            ring, own = client.ring, (client.store_region, client.load_region)
+            mover.use_ring(
+                ring.array,
+                [*(range(one.first, one.first + one.count) for one in own), range(ring.slots - staged, ring.slots)],
+            )
+            client.publish_namespace(described.digest(), described.text())
+            logger.info("xkv: rank %d of %d ready in %.2f s", view.rank, view.world_size, time.monotonic() - started)
+            worker = _Worker(
+                context=RankContext(
+                    client=client,
+                    rank=view.rank % sharers,
+                    object_rank=0 if replicated else view.rank,
+                    writes=not replicated or view.rank == 0,
+                    blocks_per_chunk=view.blocks_per_chunk,
+                    fragment_bytes=config.fragment_bytes,
+                    layouts=layouts,
+                    lone_last_block=[kind.mamba for kind in group_kinds or ()] or [False] * len(view.groups),
+                    positions={group.group_id: position for position, group in enumerate(view.groups)},
+                    mover=mover,
+                    load_timeout_s=config.load_timeout_ms / 1000,
+                    failure_plan=failure_plan,
+                    failures=failures.FailureLog(),
+                    recomputes=kv_load_failure_policy(vllm_config) == "recompute",
+                ),
+                transfer_result=_framework.TransferResult,
+            )
+            undone.pop_all()
+        return worker
 
     def get_handlers(self, kv_caches: Any) -> Iterator[tuple[type, type, XkvWorker]]:
         """The worker for both directions, on releases that route by (source, destination) and know no worker."""

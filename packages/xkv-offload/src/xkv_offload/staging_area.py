@@ -24,6 +24,7 @@ FRAGMENTS_GOOD: Final = 8  # 2 MiB a wave: below, what a wave costs the CPU is m
 PLAN_PARTS: Final = 32  # of a slot, one in so many bytes is for the plan: 1 MiB of 32, 26,000 rows
 PLAN_BYTES_MIN: Final = 65_536
 ALIGNMENT: Final = 512
+FRAGMENTS_MAX: Final = 65_535  # each may be a piece of its own, and CUDA launches no more of them at once
 WORD_BYTES: Final = 8
 
 
@@ -126,7 +127,7 @@ def divide(*, staging_bytes: int, slot_bytes: int) -> Division:
     for slots in SLOTS_TRIED:
         each = staging_bytes // (DIRECTIONS * slots) // ALIGNMENT * ALIGNMENT
         plan_bytes = max(PLAN_BYTES_MIN, each // PLAN_PARTS // ALIGNMENT * ALIGNMENT)
-        found = Division(slots, each, plan_bytes, (each - plan_bytes) // slot_bytes)
+        found = Division(slots, each, plan_bytes, min(FRAGMENTS_MAX, (each - plan_bytes) // slot_bytes))
         if found.fragments >= FRAGMENTS_GOOD:
             return found
     assert found is not None

@@ -120,7 +120,7 @@ class Client:
         except BaseException:
             client.close()
             raise
-        client.ring.use_huge_pages([client.store_region.numbers, client.load_region.numbers])
+        client._attached_memory().use_huge_pages(staged_bytes=attachment.staged_bytes or 0)
         return client
 
     def close(self) -> None:

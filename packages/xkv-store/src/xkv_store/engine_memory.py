@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from .control import ControlPage
 from .errors import PeerError
-from .ring import Ring, RingUse, SlotBudget, SlotRegion, memory_identity
+from .ring import Ring, RingUse, SlotBudget, SlotRegion, memory_identity, staged_slots
 from .table import TableReader
 
 if TYPE_CHECKING:
@@ -38,6 +38,16 @@ class EngineMemory:
     lease_budget: SlotBudget
     ring_use: RingUse
     table: TableReader
+
+    def use_huge_pages(self, *, staged_bytes: int) -> None:
+        """Take the memory of this session's slots, and of those that the scheduler stages in: a rank's GPU pins them as
+        well, and the scheduler comes after it. Pinned pages cannot be moved together any more.
+        """
+        ring = self.ring
+        staged = staged_slots(staged_bytes=staged_bytes, slot_bytes=ring.slot_bytes)
+        ring.use_huge_pages(
+            [self.store_region.numbers, self.load_region.numbers, range(ring.slots - staged, ring.slots)]
+        )
 
     def close(self) -> None:
         """Give the descriptors back; mappings go with their last user."""
