@@ -215,7 +215,7 @@ class Card:
         """Unpin; the plan is of no use any more."""
         self._pins[plan.generation] -= 1
         if not self._pins[plan.generation]:
-            del self._pins[plan.generation]
+            self._pins.pop(plan.generation)
 
     def drop(self, key: ObjectKey, generation: int, reason: str) -> None:
         """That generation's bytes are bad: it is a miss from now on. Nothing happens to a newer one."""
@@ -460,7 +460,7 @@ class Card:
         chunk_key = encoded[:-RANK_BYTES]
         self._busy_chunks[chunk_key] -= 1
         if not self._busy_chunks[chunk_key]:
-            del self._busy_chunks[chunk_key]
+            self._busy_chunks.pop(chunk_key)
 
     def _limbo_takes(self, slots: int, share: int = 1) -> bool:
         """Whether limbo has room; a lone object always has, or a small card could never evict."""

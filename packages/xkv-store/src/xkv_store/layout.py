@@ -35,6 +35,7 @@ SLOT_HEADER = struct.Struct("<8sHBBIIIQQQ16s64sQI876x")
 SUPERBLOCK = struct.Struct("<8sHHH2xI4xQ16s16sQ4016x")
 RECORD = struct.Struct("<QQQIH")  # generation, length, family, position, extents
 EXTENT = struct.Struct("<HII")  # database, first slot, slots
+_RECORD_OF_ONE = struct.Struct(RECORD.format + EXTENT.format[1:])  # as nearly all of them are
 ORDER_KEY = struct.Struct(">QIQ")  # family, inverted position, generation
 # magic, version, entry bytes, capacity, entries, card uuid, boot id, highest confirmed generation
 TABLE_HEADER = struct.Struct("<8sHH4xQQ16s16sQ")
@@ -266,6 +267,8 @@ def parse_superblock(data: Buffer) -> Superblock:
 
 def pack_record(record: Record) -> bytes:
     """A record's bytes, as the index holds them."""
+    if len(record.extents) == 1:
+        return _RECORD_OF_ONE.pack(*record[:4], 1, *record.extents[0])
     return RECORD.pack(*record[:4], len(record.extents)) + b"".join(EXTENT.pack(*e) for e in record.extents)
 
 

@@ -6,7 +6,7 @@ Owns: one class for each action. Must not know: how a session comes to want it, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .key import ObjectKey
@@ -29,8 +29,7 @@ class Admit:
     reattaching: bool
 
 
-@dataclass(frozen=True, slots=True)
-class PutTask:
+class PutTask(NamedTuple):
     """Object `index` of a put, its slots in flight from now on."""
 
     index: int
@@ -38,8 +37,7 @@ class PutTask:
     item: PutObject
 
 
-@dataclass(frozen=True, slots=True)
-class GetTask:
+class GetTask(NamedTuple):
     """Object `index` of a get, its slots in flight from now on."""
 
     index: int
@@ -63,8 +61,7 @@ class StartGet:
     tasks: tuple[GetTask, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseTask:
+class LeaseTask(NamedTuple):
     """Object `index` of a lease; so many slots count as held by the session from now on."""
 
     index: int

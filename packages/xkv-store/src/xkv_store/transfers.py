@@ -12,7 +12,7 @@ import errno
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from .card import PutRefusal
 from .errors import CorruptObject, MediumError, SpoiltSlots
@@ -47,6 +47,12 @@ _REFUSED: Final = {
     # The same key is being put at this moment, by another session: as good as held, and proven by the table alone.
     PutRefusal.BUSY: StoreStatus.HELD,
     PutRefusal.INVALID: StoreStatus.INVALID,
+}
+
+_COUNTERS: Final[dict[tuple[str, StoreStatus | LoadStatus], str]] = {
+    (what, status): f"{what}_{status.name.lower()}"
+    for what, statuses in (("put", StoreStatus), ("get", LoadStatus))
+    for status in statuses
 }
 
 
@@ -96,8 +102,7 @@ class _Putting:
         return [slot(number) for number in self.slots]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Asked(NamedTuple):
     """One object that a session has asked for, until its turn. `cost`: slots."""
 
     party: Party
@@ -476,7 +481,7 @@ class Transfers:
             self.counters["get_bytes"] += min(plan.length, len(slots) * self._card.geometry.fragment_bytes)
 
     def _count(self, what: str, status: StoreStatus | LoadStatus) -> None:
-        self.counters[f"{what}_{status.name.lower()}"] += 1
+        self.counters[_COUNTERS[what, status]] += 1
 
 
 def _region_of(landing: Landing) -> LeaseRegion:
