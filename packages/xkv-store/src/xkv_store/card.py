@@ -58,8 +58,7 @@ class Card:
         self.geometry: Geometry = opened.geometry
         self.boot_id = uuid.uuid4().bytes
         self.folder = options.folder
-        self._lock_fd = opened.lock_fd
-        self._databases = opened.databases
+        self._lock_fd, self._databases = opened.lock_fd, opened.databases
         self._medium = Medium(opened.databases, opened.geometry, opened.card_uuid)
         self._index = opened.index
         self._boots, self._rebuilt = opened.boots, opened.rebuilt
@@ -170,7 +169,7 @@ class Card:
             self._chunk_rests(plan.encoded_key)
             self._give(plan.extents)
             return
-        old = self._record(plan.encoded_key)  # of the index itself: two keys may share a tag, and no slot may be lost
+        old = self._record(plan.encoded_key, plan.key if self.table.is_exact else None)  # no slot may be lost
         ghost = None
         if old is not None:
             self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
@@ -276,7 +275,7 @@ class Card:
         if batch.generation_ceiling is not None:
             self._generation_ceiling = batch.generation_ceiling
             self._ceiling_asked = False
-        plans = []
+        plans, replacing = list[PutPlan](), batch.replacing
         for order_key, key in batch.places:
             self._chooser.came(order_key, key)
             self._accounts.came(order_key, key)
@@ -284,7 +283,8 @@ class Card:
             plan = self._uncommitted.pop(generation)
             self._chunk_rests(plan.encoded_key)
             if record is not None:  # neither dropped nor replaced in the meantime
-                self.table.put(plan.key.tag, generation, plan.key.bit, plan.fragments)
+                replaces = generation in replacing
+                self.table.put(plan.key.tag, generation, plan.key.bit, plan.fragments, replaces=replaces)
                 self._recency.confirmed(plan.key.tag, record.family)
             self._counters["puts_confirmed"] += 1
             self._counters["put_bytes"] += plan.length
@@ -301,7 +301,7 @@ class Card:
             assert isinstance(change, SetObject)
             if record is not None:
                 plan = self._uncommitted[record.generation]
-                self.table.remove_rank(plan.key.tag, plan.key.bit)
+                self.table.remove_failed(plan.key.tag, plan.key.bit)
                 removal.ghosts.append(self._to_limbo(change.key, record, now_ns, readable=False))
         for step in batch.steps:
             if step.generation:
@@ -450,7 +450,7 @@ class Card:
         return left > 0
 
     def _free_slots(self) -> int:
-        return sum(allocator.free for allocator in self._allocators)
+        return sum([allocator.free for allocator in self._allocators])
 
     def _give(self, extents: Iterable[Extent]) -> None:
         for database, first, slots in extents:

@@ -144,7 +144,7 @@ def place(
 
     None, with nothing taken, when too few slots are free or they lie in more than `extents_max` runs.
     """
-    if fragments > sum(allocator.free for allocator in allocators):
+    if fragments > sum([allocator.free for allocator in allocators]):
         return None
     is_one_part = fragments < 2 * part_slots_min
     if is_one_part and (runs := allocators[first].take(fragments)) is not None:
