@@ -22,7 +22,7 @@ from .departures import Reason
 from .errors import MediumError
 from .eviction import Budget, Chooser
 from .extents import Run, SlotAllocator, place
-from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES, Geometry
+from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES
 from .index import RemoveObject, SetObject
 from .key import RANK_BYTES, ObjectKey, encoded_entry
 from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
@@ -54,10 +54,8 @@ class Card:
     """An open card. All methods are the main thread's, but `write`, `read` and `commit_batch`."""
 
     def __init__(self, options: CardOptions, opened: Opened) -> None:
-        self.uuid = opened.card_uuid
-        self.geometry: Geometry = opened.geometry
-        self.boot_id = uuid.uuid4().bytes
-        self.folder = options.folder
+        self.uuid, self.geometry = opened.card_uuid, opened.geometry
+        self.boot_id, self.folder = uuid.uuid4().bytes, options.folder
         self._lock_fd, self._databases = opened.lock_fd, opened.databases
         self._medium = Medium(opened.databases, opened.geometry, opened.card_uuid)
         self._index = opened.index
@@ -73,7 +71,6 @@ class Card:
         self._chooser = Chooser(self._recency)
         self._budget, self._own_budget = Budget(EVICTION_STEPS_MAX), Budget(EVICTION_STEPS_MAX)
         self._flying: dict[bytes, PutPlan] = {}
-        self._flying_slots = 0
         self._busy_chunks: Counter[bytes] = Counter()  # chunks with an object in flight or not yet committed
         self._uncommitted: dict[int, PutPlan] = {}  # by generation: finished, waiting for the index
         self._pins: Counter[int] = Counter()  # readers, by generation
@@ -87,9 +84,8 @@ class Card:
         )
         self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
-        self._commit_after_ns = 0
-        self._sparse_log = SparseLog(log)
-        self.departures = opened.departures
+        self._flying_slots = self._commit_after_ns = 0
+        self.departures, self._sparse_log = opened.departures, SparseLog(log)
         self._counters: Counter[str] = Counter()
 
     @classmethod
@@ -375,6 +371,10 @@ class Card:
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
         """Read and prove as many fragments from `first_fragment` on as there are slots. MediumError, CorruptObject."""
         self._medium.read(plan, slots, first_fragment)
+
+    def read_row(self, objects: Sequence[tuple[GetPlan, memoryview, int]]) -> list[Exception | None]:
+        """See Medium.read_row."""
+        return self._medium.read_row(objects)
 
     def copy(self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first: int) -> None:
         """Copy what `read` has brought into other slots, and prove it there. CorruptObject."""

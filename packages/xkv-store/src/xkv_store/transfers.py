@@ -179,6 +179,7 @@ class Transfers:
                 case LeaseTask():
                     self._lease(asked.party, asked.number, asked.task, now_ns)
         self._puts.flush()
+        self._reads.flush()
 
     def _queue(self, party: Party, number: int, task: Task, cost: int) -> None:
         self._intake.append(_Asked(party, number, task, party.owner, cost))
