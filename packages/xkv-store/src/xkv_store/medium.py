@@ -106,12 +106,14 @@ class Medium:
             sums = self.databases[first.database].read(first.slot, views, payload_bytes if prove is _PROVE else None)
         except (MediumError, CorruptObject):
             return [_error_of(partial(self.read, plan, [slot], fragment)) for plan, slot, fragment in objects]
-        if sums is not None:
-            proofs = [partial(of.prove, sums=[one]) for of, one in zip(own, sums, strict=True)]
-        else:
-            proofs = [partial(prove, of) for of in own]
-        fragments = [fragment for _, _, fragment in objects]
-        return [_error_of(partial(*one)) for one in zip(proofs, [[view] for view in views], fragments, strict=True)]
+        errors = []
+        for number, (of, view, (_, _, fragment)) in enumerate(zip(own, views, objects, strict=True)):
+            if sums is None:
+                proof = partial(prove, of, [view], fragment)
+            else:
+                proof = partial(of.prove, [view], fragment, sums[number : number + 1])
+            errors.append(_error_of(proof))
+        return errors
 
     def copy(
         self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first_fragment: int

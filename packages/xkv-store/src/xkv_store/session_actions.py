@@ -6,7 +6,7 @@ Owns: one class for each action. Must not know: how a session comes to want it, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .key import ObjectKey
@@ -29,7 +29,8 @@ class Admit:
     reattaching: bool
 
 
-class PutTask(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PutTask:
     """Object `index` of a put, its slots in flight from now on."""
 
     index: int
@@ -37,7 +38,8 @@ class PutTask(NamedTuple):
     item: PutObject
 
 
-class GetTask(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class GetTask:
     """Object `index` of a get, its slots in flight from now on."""
 
     index: int
@@ -61,7 +63,8 @@ class StartGet:
     tasks: tuple[GetTask, ...]
 
 
-class LeaseTask(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class LeaseTask:
     """Object `index` of a lease; so many slots count as held by the session from now on."""
 
     index: int

@@ -49,12 +49,6 @@ _REFUSED: Final = {
     PutRefusal.INVALID: StoreStatus.INVALID,
 }
 
-_COUNTERS: Final[dict[tuple[str, StoreStatus | LoadStatus], str]] = {
-    (what, status): f"{what}_{status.name.lower()}"
-    for what, statuses in (("put", StoreStatus), ("get", LoadStatus))
-    for status in statuses
-}
-
 
 class Answers(Protocol):
     """Where answers go: the connection, which sends them at the end of the loop's round."""
@@ -482,7 +476,7 @@ class Transfers:
             self.counters["get_bytes"] += min(plan.length, len(slots) * self._card.geometry.fragment_bytes)
 
     def _count(self, what: str, status: StoreStatus | LoadStatus) -> None:
-        self.counters[_COUNTERS[what, status]] += 1
+        self.counters[f"{what}_{status.name.lower()}"] += 1
 
 
 def _region_of(landing: Landing) -> LeaseRegion:
