@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from xkv_store.card import CardOptions, PutPlan, PutRefusal
+from xkv_store.card import COMMIT_RETRY_NS, CardOptions, PutPlan, PutRefusal
 from xkv_store.errors import CorruptObject, MediumError, PeerError
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, Geometry
 from xkv_store.index import MoveObject, doubt
@@ -104,6 +104,36 @@ def test_chunks_of_one_tag_take_no_slots_that_nobody_gives_back(make: Make) -> N
     driver.settle(2 * GRACE_MS)
     held = sum(key is not None for key in map(driver.get, (one, other)))
     assert driver.card.objects == driver.card.slots()["used"] == held
+
+
+@pytest.mark.parametrize("met", ["in one batch", "in a former life", "in a commit that fails"])
+def test_chunks_of_one_tag_that_the_table_forgets_are_still_found_by_the_next_put(make: Make, met: str) -> None:
+    """Each in another way comes to be there without its bit: its slots must come free when it is put again."""
+    driver = make()
+    one, other = (ObjectKey(b"namespace-of-16b", 0, b"the same" + bytes([n]) * 24, 0) for n in range(2))
+    fails = met == "in a commit that fails"
+    if fails:
+        driver.put(other, data_of(1))
+    plans = [driver.begin(key, PAYLOAD) for key in ((one,) if fails else (one, other))]
+    first = plans[0]
+    for plan in plans:
+        assert isinstance(plan, PutPlan)
+        driver.write(plan, data_of(1))
+        driver.card.finish_put(plan, None)
+    if fails:
+        assert driver.fail_commit(MediumError(errno.ENOSPC, "a test's")) == plans
+        driver.settle(COMMIT_RETRY_NS / 1e6)
+    else:
+        assert driver.commit() == plans
+        if met == "in a former life":
+            driver.crash()
+        assert isinstance(first, PutPlan)
+        driver.card.purge(one.encode(), first.generation, driver.now_ns)
+        driver.commit()
+    assert not driver.card.table.holds(other.tag, other.bit)
+    assert driver.get(other) == data_of(1)
+    assert isinstance(driver.put(other, data_of(2)), PutPlan)
+    assert driver.card.objects == driver.card.slots()["used"] == 1
 
 
 def test_a_usual_slot_works_with_direct_io(make: Make) -> None:

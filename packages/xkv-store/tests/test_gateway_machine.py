@@ -29,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from xkv_store import fragment as fragments_of
 from xkv_store import layout, sockets, wire
-from xkv_store.card import Card, CardOptions, PutPlan
+from xkv_store.card import Card, CardOptions, GetPlan, PutPlan
 from xkv_store.client_session import Attached, ClientSession, GetAnswered, PutAnswered, Rejected
 from xkv_store.control import ControlPage, DenialReader
 from xkv_store.database import Database
@@ -725,16 +725,20 @@ class GatewayMachine(RuleBasedStateMachine):
         if job.lane is Lane.STORE and job.error is None:
             for work in works:
                 self.written(work, lost=what == "lost")
-        elif job.lane is Lane.LOAD and job.error is not None and works:
-            generation, key = works[0].plan.generation, works[0].plan.key
-            is_corrupt = isinstance(job.error, CorruptObject)
-            assert generation in self.damaged or error is not None, "sound bytes were called corrupt"
-            if is_corrupt or what == "fail":
-                self.left[key].pop(generation, None)
-                if self.present.get(key) == generation:
-                    del self.present[key]
+        elif job.lane is Lane.LOAD:
+            for read in job.run.__self__.reads:  # type: ignore[attr-defined]
+                failed = job.error or read.error
+                if failed is not None and any(landing.waiting for landing in read.landings):
+                    assert read.plan.generation in self.damaged or error is not None, "sound bytes were called corrupt"
+                    self.read_badly(read.plan, leaves=isinstance(failed, CorruptObject) or what == "fail")
         self.round()
         self.note()
+
+    def read_badly(self, plan: GetPlan, *, leaves: bool) -> None:
+        if leaves:
+            self.left[plan.key].pop(plan.generation, None)
+            if self.present.get(plan.key) == plan.generation:
+                del self.present[plan.key]
 
     def written(self, work: object, *, lost: bool) -> None:
         putting = self.flights[work.party.answers.number, work.put, work.index]  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from xkv_store import medium, sockets, transfers, wire
 from xkv_store.card import CardOptions
 from xkv_store.client_session import Attached, ClientSession, GetAnswered, LeaseAnswered, PutAnswered, Rejected
 from xkv_store.control import ControlPage
+from xkv_store.database import Database
 from xkv_store.errors import MediumError
 from xkv_store.geometry import DATA_OFFSET, HEADER_BYTES, Geometry
 from xkv_store.io_pool import Job, Lane
@@ -441,6 +443,63 @@ def test_a_copy_that_is_not_what_was_read_becomes_a_read_of_its_own(
     assert work(gateway) == 1
     other.leased(1)
     assert gateway.transfers.all_counters()["reads_again"] == 1
+
+
+def ask_for_neighbours(gateway: StepGateway, rank: Rank) -> list[int]:
+    """Two gets, in one round, of slots that lie behind one another: the first object's last, the second's first."""
+    first = rank.welcome.load_region.first
+    numbers = []
+    for number, fragment in ((1, 1), (2, 0)):
+        numbers.append(next(rank.numbers))
+        item = wire.GetObject(key_of(number).encode(), (first + number,), fragment)
+        assert sockets.send(rank.socket, wire.encode(rank.session.get(numbers[-1], (item,))), ())
+    gateway.round()
+    return numbers
+
+
+@pytest.mark.parametrize("trouble", ["", "the call fails", "one is damaged"])
+def test_slots_behind_one_another_are_one_job_and_each_is_judged_by_itself(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    other = Rank(gateway, "other", use=RingUse.OWN)
+    ask_for_neighbours(gateway, other)
+    calls: list[int] = []
+    real = Database.read
+
+    def read(database: Database, slot: int, buffers: list[memoryview], payload_bytes: object = None) -> None:
+        del payload_bytes
+        calls.append(len(buffers))
+        if trouble == "the call fails" and len(buffers) > 1:
+            raise MediumError(errno.EIO, "a test's")
+        real(database, slot, buffers)
+        if trouble == "one is damaged":
+            buffers[-1][HEADER_BYTES] ^= 1
+
+    monkeypatch.setattr(Database, "read", read)
+    assert work(gateway) == 1
+    assert calls[0] == 2
+    answers = {answer.get: answer.objects[0] for answer in (other.hear(GetAnswered), other.hear(GetAnswered))}
+    wanted = [LoadStatus.OK, LoadStatus.CORRUPT if trouble == "one is damaged" else LoadStatus.OK]
+    assert [answer.status for _, answer in sorted(answers.items())] == wanted
+    first = other.welcome.load_region.first
+    assert bytes(other.ring.slot(first + 1)[HEADER_BYTES:]).startswith(content_of(1)[PAYLOAD:])
+    if not trouble:
+        assert calls == [2]
+    assert gateway.transfers.all_counters()["reads"] == 2
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_who_leaves_a_job_takes_no_other_along(gateway: StepGateway, ranks: tuple[Rank, Rank], *, both: bool) -> None:
+    other = Rank(gateway, "other", use=RingUse.OWN)
+    numbers = ask_for_neighbours(gateway, other)
+    for number in numbers[: 1 + both]:
+        other.send(wire.Cancel(number))
+    assert len(gateway.pool.waiting) == (not both)
+    assert work(gateway) == (not both)
+    answers = {answer.get: answer.objects[0] for answer in (other.hear(GetAnswered), other.hear(GetAnswered))}
+    left = LoadStatus.CANCELLED if both else LoadStatus.OK
+    assert [answer.status for _, answer in sorted(answers.items())] == [LoadStatus.CANCELLED, left]
+    assert not gateway.transfers.in_flight
 
 
 def test_so_many_join_a_read_and_no_more(gateway: StepGateway, ranks: tuple[Rank, Rank]) -> None:

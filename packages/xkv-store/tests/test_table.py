@@ -100,6 +100,7 @@ def test_filling_at_once_answers_as_one_by_one(entries: list[tuple[int, int, int
     reader = attach(at_once)
     assert all(reader.lookup(entry[0]) == one_by_one.get(entry[0]) for entry in entries)
     assert at_once.entries == one_by_one.entries
+    assert at_once.is_exact == one_by_one.is_exact
     assert reader.highest_generation == max((entry[1] for entry in entries), default=0)
     for tag, _, bit, _ in entries:  # and the filled table is one that can be changed
         at_once.remove_rank(tag, bit)

@@ -22,7 +22,7 @@ from .departures import Reason
 from .errors import MediumError
 from .eviction import Budget, Chooser
 from .extents import Run, SlotAllocator, place
-from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES, Geometry
+from .geometry import EXTENTS_MAX, FRAGMENTS_MAX, NAMESPACE_BYTES
 from .index import RemoveObject, SetObject
 from .key import RANK_BYTES, ObjectKey, encoded_entry
 from .layout import FAMILY_MAX, POSITION_MAX, Extent, Record
@@ -54,12 +54,9 @@ class Card:
     """An open card. All methods are the main thread's, but `write`, `read` and `commit_batch`."""
 
     def __init__(self, options: CardOptions, opened: Opened) -> None:
-        self.uuid = opened.card_uuid
-        self.geometry: Geometry = opened.geometry
-        self.boot_id = uuid.uuid4().bytes
-        self.folder = options.folder
-        self._lock_fd = opened.lock_fd
-        self._databases = opened.databases
+        self.uuid, self.geometry = opened.card_uuid, opened.geometry
+        self.boot_id, self.folder = uuid.uuid4().bytes, options.folder
+        self._lock_fd, self._databases = opened.lock_fd, opened.databases
         self._medium = Medium(opened.databases, opened.geometry, opened.card_uuid)
         self._index = opened.index
         self._boots, self._rebuilt = opened.boots, opened.rebuilt
@@ -74,7 +71,6 @@ class Card:
         self._chooser = Chooser(self._recency)
         self._budget, self._own_budget = Budget(EVICTION_STEPS_MAX), Budget(EVICTION_STEPS_MAX)
         self._flying: dict[bytes, PutPlan] = {}
-        self._flying_slots = 0
         self._busy_chunks: Counter[bytes] = Counter()  # chunks with an object in flight or not yet committed
         self._uncommitted: dict[int, PutPlan] = {}  # by generation: finished, waiting for the index
         self._pins: Counter[int] = Counter()  # readers, by generation
@@ -88,9 +84,8 @@ class Card:
         )
         self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
-        self._commit_after_ns = 0
-        self._sparse_log = SparseLog(log)
-        self.departures = opened.departures
+        self._flying_slots = self._commit_after_ns = 0
+        self.departures, self._sparse_log = opened.departures, SparseLog(log)
         self._counters: Counter[str] = Counter()
 
     @classmethod
@@ -170,7 +165,7 @@ class Card:
             self._chunk_rests(plan.encoded_key)
             self._give(plan.extents)
             return
-        old = self._record(plan.encoded_key)  # of the index itself: two keys may share a tag, and no slot may be lost
+        old = self._record(plan.encoded_key, plan.key if self.table.is_exact else None)  # no slot may be lost
         ghost = None
         if old is not None:
             self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
@@ -215,7 +210,7 @@ class Card:
         """Unpin; the plan is of no use any more."""
         self._pins[plan.generation] -= 1
         if not self._pins[plan.generation]:
-            del self._pins[plan.generation]
+            self._pins.pop(plan.generation)
 
     def drop(self, key: ObjectKey, generation: int, reason: str) -> None:
         """That generation's bytes are bad: it is a miss from now on. Nothing happens to a newer one."""
@@ -276,7 +271,7 @@ class Card:
         if batch.generation_ceiling is not None:
             self._generation_ceiling = batch.generation_ceiling
             self._ceiling_asked = False
-        plans = []
+        plans, replacing = list[PutPlan](), batch.replacing
         for order_key, key in batch.places:
             self._chooser.came(order_key, key)
             self._accounts.came(order_key, key)
@@ -284,7 +279,8 @@ class Card:
             plan = self._uncommitted.pop(generation)
             self._chunk_rests(plan.encoded_key)
             if record is not None:  # neither dropped nor replaced in the meantime
-                self.table.put(plan.key.tag, generation, plan.key.bit, plan.fragments)
+                replaces = generation in replacing
+                self.table.put(plan.key.tag, generation, plan.key.bit, plan.fragments, replaces=replaces)
                 self._recency.confirmed(plan.key.tag, record.family)
             self._counters["puts_confirmed"] += 1
             self._counters["put_bytes"] += plan.length
@@ -301,7 +297,7 @@ class Card:
             assert isinstance(change, SetObject)
             if record is not None:
                 plan = self._uncommitted[record.generation]
-                self.table.remove_rank(plan.key.tag, plan.key.bit)
+                self.table.remove_failed(plan.key.tag, plan.key.bit)
                 removal.ghosts.append(self._to_limbo(change.key, record, now_ns, readable=False))
         for step in batch.steps:
             if step.generation:
@@ -375,6 +371,10 @@ class Card:
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
         """Read and prove as many fragments from `first_fragment` on as there are slots. MediumError, CorruptObject."""
         self._medium.read(plan, slots, first_fragment)
+
+    def read_row(self, objects: Sequence[tuple[GetPlan, memoryview, int]]) -> list[Exception | None]:
+        """See Medium.read_row."""
+        return self._medium.read_row(objects)
 
     def copy(self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first: int) -> None:
         """Copy what `read` has brought into other slots, and prove it there. CorruptObject."""
@@ -450,7 +450,7 @@ class Card:
         return left > 0
 
     def _free_slots(self) -> int:
-        return sum(allocator.free for allocator in self._allocators)
+        return sum([allocator.free for allocator in self._allocators])
 
     def _give(self, extents: Iterable[Extent]) -> None:
         for database, first, slots in extents:
@@ -460,7 +460,7 @@ class Card:
         chunk_key = encoded[:-RANK_BYTES]
         self._busy_chunks[chunk_key] -= 1
         if not self._busy_chunks[chunk_key]:
-            del self._busy_chunks[chunk_key]
+            self._busy_chunks.pop(chunk_key)
 
     def _limbo_takes(self, slots: int, share: int = 1) -> bool:
         """Whether limbo has room; a lone object always has, or a small card could never evict."""

@@ -51,10 +51,12 @@ class Committer(Generic[Batch]):
 
     def ended(self) -> tuple[Batch, Exception | None] | None:
         """The batch that has ended since the last call, and its error."""
+        if self._result is None:
+            return None
         try:
             os.eventfd_read(self._eventfd)
         except BlockingIOError:
-            return None
+            return None  # it is about to be written
         result, self._result = self._result, None
         return result
 

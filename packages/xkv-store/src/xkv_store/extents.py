@@ -144,17 +144,26 @@ def place(
 
     None, with nothing taken, when too few slots are free or they lie in more than `extents_max` runs.
     """
-    if fragments > sum(allocator.free for allocator in allocators):
+    if fragments > sum([allocator.free for allocator in allocators]):
         return None
+    is_one_part = fragments < 2 * part_slots_min
+    if is_one_part and (runs := allocators[first].take(fragments)) is not None:
+        taken = [(first, run) for run in runs]
+    else:
+        taken = _spread(allocators, cut(fragments, len(allocators), first, part_slots_min))
+    if len(taken) > extents_max:
+        give_all(allocators, taken)
+        return None
+    return taken
+
+
+def _spread(allocators: list[SlotAllocator], parts: list[tuple[int, int]]) -> list[tuple[int, Run]]:
     taken: list[tuple[int, Run]] = []
-    for database, slots in cut(fragments, len(allocators), first, part_slots_min):
+    for database, slots in parts:
         missing = slots - _take(allocators, database, slots, taken)
         if missing:
             for other in sorted(range(len(allocators)), key=lambda one: -allocators[one].free):
                 missing -= _take(allocators, other, missing, taken)
-    if len(taken) > extents_max:
-        give_all(allocators, taken)
-        return None
     return taken
 
 

@@ -12,7 +12,6 @@ import enum
 import os
 import threading
 import time
-from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -65,7 +64,9 @@ class _Queues:
     proofs_running: int = 0
 
     def of(self, lane: Lane) -> FairQueue[Job]:
-        return {Lane.LOAD: self.loads, Lane.STORE: self.stores, Lane.PROOF: self.proofs}[lane]
+        if lane is Lane.LOAD:
+            return self.loads
+        return self.stores if lane is Lane.STORE else self.proofs
 
     def choose(self, stores_running_max: int) -> Job | None:
         """The next job: a load, unless a store has waited long enough; stores and proofs never fill all threads.
@@ -112,7 +113,8 @@ class IoPool:
         self._queues = _Queues()
         self._wake = threading.Condition()
         self._stopping = False
-        self._finished: deque[Job] = deque()
+        self._finished: list[Job] = []
+        self._rung = False  # the eventfd is written to, or about to be, for all of these
         self.others = 0  # loads and stores submitted so far
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._threads = [
@@ -162,13 +164,15 @@ class IoPool:
 
     def finished_jobs(self) -> list[Job]:
         """The jobs that have ended since the last call."""
+        if not self._rung:
+            return []
         try:
             os.eventfd_read(self._eventfd)
         except BlockingIOError:
-            return []
-        jobs: list[Job] = []
-        while self._finished:
-            jobs.append(self._finished.popleft())
+            return []  # it is about to be
+        with self._wake:
+            self._rung = False
+            jobs, self._finished = self._finished, []
         return jobs
 
     def queued(self, lane: Lane) -> int:
@@ -201,8 +205,10 @@ class IoPool:
         with self._wake:
             if self._queues.ended(job.lane):
                 self._wake.notify()
-        self._finished.append(job)
-        os.eventfd_write(self._eventfd, 1)
+            self._finished.append(job)
+            is_first, self._rung = not self._rung, True
+        if is_first:
+            os.eventfd_write(self._eventfd, 1)
 
     def _work(self) -> None:
         while True:

@@ -4,7 +4,7 @@ Owns the key's bytes and the tag's arithmetic (docs/format.md). Must not know fi
 """
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
@@ -24,12 +24,18 @@ RANK_BYTES = _RANK.size
 
 @dataclass(frozen=True, slots=True, order=True)
 class ObjectKey:
-    """What an object is known by: (namespace, group, block hash, rank)."""
+    """What an object is known by: (namespace, group, block hash, rank).
+
+    `tag`: the chunk's in the lookup table, for this rank's page of ranks. It and the key's bytes are made once, since
+    both are asked for several times on an object's way.
+    """
 
     namespace: bytes
     group: int
     block_hash: bytes
     rank: int
+    _encoded: bytes = field(init=False, repr=False, compare=False)
+    tag: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """PeerError for a field that the format has no room for: keys come from sockets and from disk."""
@@ -41,16 +47,15 @@ class ObjectKey:
             raise PeerError(f"a block hash has 1 to {HASH_BYTES_MAX} bytes, not {len(self.block_hash)}")
         if not 0 <= self.rank <= RANK_MAX:
             raise PeerError(f"rank {self.rank} is not within 0 to {RANK_MAX}")
+        prefix = _PREFIX.pack(self.namespace, self.group, len(self.block_hash))
+        salt = tag_salt(self.namespace, self.group, self.rank // RANKS_PER_ENTRY)
+        object.__setattr__(self, "_encoded", prefix + self.block_hash + _RANK.pack(self.rank))
+        object.__setattr__(self, "tag", chunk_tag(salt, self.block_hash))
 
     @property
     def chunk_key(self) -> bytes:
         """The encoded key less its rank: what the ranks of a chunk have in common."""
-        return _PREFIX.pack(self.namespace, self.group, len(self.block_hash)) + self.block_hash
-
-    @property
-    def tag(self) -> int:
-        """The chunk's tag in the lookup table, for this rank's page of ranks."""
-        return chunk_tag(tag_salt(self.namespace, self.group, self.rank // RANKS_PER_ENTRY), self.block_hash)
+        return self._encoded[:-RANK_BYTES]
 
     @property
     def bit(self) -> int:
@@ -59,7 +64,7 @@ class ObjectKey:
 
     def encode(self) -> bytes:
         """The key's bytes, as in the index and in slot headers."""
-        return self.chunk_key + _RANK.pack(self.rank)
+        return self._encoded
 
     @classmethod
     def decode(cls, encoded: bytes) -> "ObjectKey":

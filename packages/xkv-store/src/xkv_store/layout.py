@@ -35,6 +35,8 @@ SLOT_HEADER = struct.Struct("<8sHBBIIIQQQ16s64sQI876x")
 SUPERBLOCK = struct.Struct("<8sHHH2xI4xQ16s16sQ4016x")
 RECORD = struct.Struct("<QQQIH")  # generation, length, family, position, extents
 EXTENT = struct.Struct("<HII")  # database, first slot, slots
+_RECORD_PLACE = struct.Struct("<Q8xQI")  # of a record: generation, family, position
+_RECORD_OF_ONE = struct.Struct(RECORD.format + EXTENT.format[1:])  # as nearly all of them are
 ORDER_KEY = struct.Struct(">QIQ")  # family, inverted position, generation
 # magic, version, entry bytes, capacity, entries, card uuid, boot id, highest confirmed generation
 TABLE_HEADER = struct.Struct("<8sHH4xQQ16s16sQ")
@@ -266,6 +268,8 @@ def parse_superblock(data: Buffer) -> Superblock:
 
 def pack_record(record: Record) -> bytes:
     """A record's bytes, as the index holds them."""
+    if len(record.extents) == 1:
+        return _RECORD_OF_ONE.pack(*record[:4], 1, *record.extents[0])
     return RECORD.pack(*record[:4], len(record.extents)) + b"".join(EXTENT.pack(*e) for e in record.extents)
 
 
@@ -273,6 +277,10 @@ def parse_record(data: Buffer) -> Record:
     """The record with these bytes."""
     if len(data) < RECORD.size:
         raise BadBytesError(f"a record of {len(data)} bytes")
+    if len(data) == _RECORD_OF_ONE.size:
+        generation, length, family, position, extents, *extent = _RECORD_OF_ONE.unpack(data)
+        if extents == 1:
+            return Record(generation, length, family, position, (Extent._make(extent),))
     generation, length, family, position, extents = RECORD.unpack_from(data)
     if len(data) != RECORD.size + extents * EXTENT.size:
         raise BadBytesError(f"a record of {len(data)} bytes with {extents} extents")
@@ -284,8 +292,8 @@ def order_key_of(packed: bytes) -> bytes:
     """Where an object with this packed record stands in the order; its extents are not looked at. BadBytesError."""
     if len(packed) < RECORD.size:
         raise BadBytesError(f"a record of {len(packed)} bytes")
-    generation, _, family, position, _ = RECORD.unpack_from(packed)
-    return pack_order_key(family, position, generation)
+    generation, family, position = _RECORD_PLACE.unpack_from(packed)
+    return ORDER_KEY.pack(family, POSITION_MAX - position, generation)
 
 
 def pack_order_key(family: int, position: int, generation: int) -> bytes:

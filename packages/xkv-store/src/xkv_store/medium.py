@@ -6,9 +6,10 @@ state of its own. Must not know the index, who uses which slot, or what an error
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from .database import Database
-from .errors import MediumError, PeerError
+from .errors import CorruptObject, MediumError, PeerError
 from .fragment import Identity, ObjectSlots, filled, pieces
 from .geometry import HEADER_BYTES, Geometry
 from .native import copied
@@ -93,6 +94,28 @@ class Medium:
             else:
                 own.prove(own_views, piece.fragment, sums)
 
+    def read_row(self, objects: Sequence[tuple[GetPlan, memoryview, int]]) -> list[Exception | None]:
+        """As `read`, one fragment (its number) of each of several objects, in neighbouring slots: by one call.
+
+        Returns each one's error, or None. Where the call fails each is read by itself: it may be the fault of one.
+        """
+        views = [filled([slot], plan.length, self.geometry, fragment)[0] for plan, slot, fragment in objects]
+        own = [ObjectSlots(self._identity(plan), self.geometry) for plan, _, _ in objects]
+        payload_bytes = [of.payload_bytes(1, fragment)[0] for of, (_, _, fragment) in zip(own, objects, strict=True)]
+        (first,) = pieces(objects[0][0].extents, objects[0][2], 1)
+        try:
+            sums = self.databases[first.database].read(first.slot, views, payload_bytes if prove is _PROVE else None)
+        except (MediumError, CorruptObject):
+            return [_error_of(partial(self.read, plan, [slot], fragment)) for plan, slot, fragment in objects]
+        errors = []
+        for number, (of, view, (_, _, fragment)) in enumerate(zip(own, views, objects, strict=True)):
+            if sums is None:
+                proof = partial(prove, of, [view], fragment)
+            else:
+                proof = partial(of.prove, [view], fragment, sums[number : number + 1])
+            errors.append(_error_of(proof))
+        return errors
+
     def copy(
         self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first_fragment: int
     ) -> None:
@@ -111,6 +134,14 @@ class Medium:
 
     def _slots_at_once(self) -> int:
         return max(1, BYTES_AT_ONCE // self.geometry.slot_bytes)
+
+
+def _error_of(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except (MediumError, CorruptObject) as error:
+        return error
+    return None
 
 
 def read_through(

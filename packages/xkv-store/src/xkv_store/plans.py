@@ -3,8 +3,8 @@
 Owns these values and nothing else. Must not know how they come about.
 """
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from .key import ObjectKey
 from .layout import Extent
@@ -19,8 +19,7 @@ class PutRefusal(Enum):
     INVALID = "invalid"  # no object can be like that
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectPlan:
+class ObjectPlan(NamedTuple):
     """One object of one generation, and where it lies."""
 
     key: ObjectKey

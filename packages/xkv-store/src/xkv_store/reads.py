@@ -4,7 +4,8 @@ Owns: which reads are under way, where each has to land, who waits for it, when 
 Must not know: sessions' rules, messages, what a failed read means (`transfers`).
 
 A read lands in one place and is copied from there to the others, and proved in each: rings are of engines that do not
-trust each other's memory. All of it runs on the event loop's thread, save `_Read.run`.
+trust each other's memory. What lies behind one another goes together, as small puts do (`put_jobs`). All of it runs on
+the event loop's thread, save `_Row.run`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from .database import aligned_slots
-from .errors import CorruptObject, SpoiltSlots
+from .errors import CorruptObject, MediumError, SpoiltSlots
 from .io_pool import IoPool, Job, Lane
 from .medium import BYTES_AT_ONCE, read_through
+from .put_jobs import TOGETHER_SLOTS_MAX
 from .testing.points import reached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from .card import Card, GetPlan
     from .leases import Part, Placed
@@ -60,7 +62,7 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """One read from the medium. The lock guards `begun`, `closed` and `landings`."""
+    """One read from the medium. The lock guards `begun`, `closed` and `landings`. `error`: of a read among others."""
 
     card: Card
     plan: GetPlan
@@ -68,6 +70,7 @@ class _Read:
     landings: list[Landing]
     nearby: Nearby | None = None
     job: Job | None = None
+    error: Exception | None = None
     begun: bool = False
     closed: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -95,20 +98,21 @@ class _Read:
             self.begun = True
             return self.landings[0] if self.landings else None
 
-    def run(self) -> None:
-        """On a thread of the pool: read, then copy to whoever has joined meanwhile."""
-        first = self.begin()
-        if first is None:
-            return
-        reached("get.before_read")
-        source = first.views()
+    def comes_from_nearby(self, source: list[memoryview]) -> bool:
+        """On a thread of the pool: whether it was found outside the card, proved, and is there now."""
+        return self.nearby is not None and self.nearby.read(self.plan, source, self.part.first_fragment)
+
+    def look_apart(self, error: CorruptObject) -> Exception:
+        """On a thread of the pool: what it is that was read and not sound."""
+        # The memory is an engine's: what it writes there meanwhile must cost nobody else the object.
         try:
-            if self.nearby is None or not self.nearby.read(self.plan, source, self.part.first_fragment):
-                self.card.read(self.plan, source, self.part.first_fragment)
-        except CorruptObject as error:
-            # The memory is an engine's: what it writes there meanwhile must cost nobody else the object.
             _prove_apart(self.card, self.plan, self.part)
-            raise SpoiltSlots(0, f"slots of an engine were written to while they were read into ({error})") from error
+        except (CorruptObject, MediumError) as found:
+            return found
+        return SpoiltSlots(0, f"slots of an engine were written to while they were read into ({error})")
+
+    def copy(self, source: list[memoryview]) -> None:
+        """On a thread of the pool: from where it was read to, to whoever has joined meanwhile."""
         done = 1
         while (landing := self._next(done)) is not None:
             try:
@@ -116,7 +120,6 @@ class _Read:
             except CorruptObject as error:
                 landing.error = error
             done += 1
-        reached("get.read")
 
     def _next(self, done: int) -> Landing | None:
         with self.lock:
@@ -124,6 +127,51 @@ class _Read:
                 self.closed = True
                 return None
             return self.landings[done]
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """Reads that one job does: one, or several of one slot each that lie behind one another on the medium."""
+
+    reads: list[_Read]
+
+    def takes(self, read: _Read) -> bool:
+        """Whether the medium's call for these can bring that one as well."""
+        last, end = self.reads[-1], _place(self.reads[-1])
+        if end is None or len(self.reads) >= TOGETHER_SLOTS_MAX:
+            return False
+        geometry = last.card.geometry
+        is_whole = geometry.slot_fill_bytes(last.plan.length, last.part.first_fragment) == geometry.slot_bytes
+        return is_whole and _place(read) == (end[0], end[1] + 1)
+
+    def begin(self) -> list[tuple[_Read, Landing]]:
+        """On a thread of the pool: from now on nobody leaves. What is still wanted, and where it is to be read to."""
+        firsts = [(read, read.begin()) for read in self.reads]
+        return [(read, first) for read, first in firsts if first is not None]
+
+    def run(self) -> None:
+        """On a thread of the pool: read, then copy to whoever has joined meanwhile."""
+        begun = [(read, first.views()) for read, first in self.begin()]
+        for _ in begun:
+            reached("get.before_read")
+        errors: Sequence[Exception | None] = [None] * len(begun)
+        is_row = 1 < len(begun) == len(self.reads) and self.reads[0].nearby is None
+        if is_row:
+            card = self.reads[0].card
+            errors = card.read_row([(read.plan, source[0], read.part.first_fragment) for read, source in begun])
+        for (read, source), error in zip(begun, errors, strict=True):
+            self._go_on(read, source, error, is_read=is_row)
+
+    def _go_on(self, read: _Read, source: list[memoryview], error: Exception | None, *, is_read: bool) -> None:
+        try:
+            if not is_read and not read.comes_from_nearby(source):
+                read.card.read(read.plan, source, read.part.first_fragment)
+        except (CorruptObject, MediumError) as found:
+            error = found
+        read.error = read.look_apart(error) if isinstance(error, CorruptObject) else error
+        if read.error is None:
+            read.copy(source)
+            reached("get.read")
 
 
 class Reads:
@@ -142,14 +190,15 @@ class Reads:
         self._pool = pool
         self._ended = ended
         self._open: dict[Part, _Read] = {}
-        self._jobs: dict[Job, _Read] = {}
+        self._jobs: dict[Job, _Row] = {}
+        self._last: Job | None = None  # of those, the one that the pool has not got yet
         self._of: dict[Landing, _Read] = {}
         self._coming: dict[Placed, Landing] = {}
         self._unwanted: set[Job] = set()  # of reads that all have left
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return sum(len(row.reads) for row in self._jobs.values())
 
     def landing_of(self, placed: Placed) -> Landing | None:
         """The landing that a place in a shared region waits for; None where its part has come."""
@@ -158,12 +207,10 @@ class Reads:
     def begin(self, plan: GetPlan, part: Part, landing: Landing) -> bool:
         """Read a part to a landing, with others if that can be; False where no further read of its engine's can begin.
 
-        A read that another has begun is joined whatever this engine has queued.
+        A read that another has begun is joined whatever this engine has queued. It begins at the next `flush`.
         """
-        if not self._join(part, landing):
-            if self._pool.full(Lane.LOAD, landing.owner):
-                return False
-            self._read(plan, part, landing)
+        if not self._join(part, landing) and not self._read(plan, part, landing):
+            return False
         if landing.placed is not None:
             self._coming[landing.placed] = landing
         return True
@@ -176,17 +223,33 @@ class Reads:
         self._of[landing] = read
         assert read.job is not None, "it has not ended"
         if read.job.owner != landing.owner:
+            self.flush()
             self._pool.hand_over(read.job, landing.owner)  # or it would wait for all that the other has queued
         return True
 
-    def _read(self, plan: GetPlan, part: Part, landing: Landing) -> None:
-        read = _Read(self._card, plan, part, [landing], self._nearby)
-        read.job = job = Job(Lane.LOAD, read.run, owner=landing.owner, cost=part.fragments)
+    def _read(self, plan: GetPlan, part: Part, landing: Landing) -> bool:
+        read, job = _Read(self._card, plan, part, [landing], self._nearby), self._last
+        if job is not None and job.owner == landing.owner and self._jobs[job].takes(read):
+            self._jobs[job].reads.append(read)
+            job.cost += part.fragments
+        else:
+            self.flush()
+            if self._pool.full(Lane.LOAD, landing.owner):
+                return False
+            row = _Row([read])
+            self._last = job = Job(Lane.LOAD, row.run, owner=landing.owner, cost=part.fragments)
+            self._jobs[job] = row
+        read.job = job
         self._open[part] = read
-        self._jobs[job] = read
         self._of[landing] = read
-        taken = self._pool.submit(job)
-        assert taken, "the lane was asked for room on this thread, and only this thread fills it"
+        return True
+
+    def flush(self) -> None:
+        """Hand over what waits for others to go with."""
+        job, self._last = self._last, None
+        if job is not None:
+            taken = self._pool.submit(job)
+            assert taken, "the lane was asked for room on this thread, and only this thread fills it"
 
     def leave(self, landings: Iterable[Landing]) -> list[Landing]:
         """Give these up; those of them that nothing will touch any more, of which `ended` does not hear."""
@@ -198,7 +261,8 @@ class Reads:
                 left.append(landing)
                 if read.closed:
                     assert read.job is not None, "it has not ended"
-                    self._unwanted.add(read.job)
+                    if all(other.closed for other in self._jobs[read.job].reads):
+                        self._unwanted.add(read.job)
         return left
 
     @property
@@ -222,35 +286,48 @@ class Reads:
         """The pool has ended a job; whether it was one of these."""
         if job not in self._jobs:
             return False
-        read = self._forget(job)
+        for read in self._forget(job):
+            failed, read.error = job.error or read.error, None  # its trace knows the read, and would be a cycle
+            self._read_ended(read, failed)
+        self.flush()
+        return True
+
+    def _read_ended(self, read: _Read, failed: Exception | None) -> None:
         with read.lock:
             read.closed = True
         self.counters["reads"] += read.begun and bool(read.landings)
         for landing in read.landings:
             self._forget_landing(landing)
-            error, landing.error = job.error or landing.error, None
+            error, landing.error = failed or landing.error, None
             is_first = landing is read.landings[0]
-            if error is not None and (job.error is None or (isinstance(error, SpoiltSlots) and not is_first)):
+            if error is not None and (failed is None or (isinstance(error, SpoiltSlots) and not is_first)):
                 # What it was, or was to be, copied from was not what it should be: another engine's slots.
                 if self.begin(read.plan, read.part, landing):
                     self.counters["reads_again"] += 1
                     continue
                 error = SpoiltSlots(0, "another engine's slots were written to, and nothing more can be read now")
             self._ended(landing, read.plan, error)
-        return True
 
     def _forget_landing(self, landing: Landing) -> None:
         del self._of[landing]
         if landing.placed is not None:
             del self._coming[landing.placed]
 
-    def _forget(self, job: Job) -> _Read:
-        read = self._jobs.pop(job)
+    def _forget(self, job: Job) -> list[_Read]:
+        reads = self._jobs.pop(job).reads
         self._unwanted.discard(job)
-        read.job = None  # a cycle would keep a dead engine's ring until some garbage collection
-        if self._open.get(read.part) is read:
-            del self._open[read.part]
-        return read
+        for read in reads:
+            read.job = None  # a cycle would keep a dead engine's ring until some garbage collection
+            if self._open.get(read.part) is read:
+                del self._open[read.part]
+        return reads
+
+
+def _place(read: _Read) -> tuple[int, int] | None:
+    """The database and slot of a read of one slot, of an object that lies in one extent."""
+    if read.part.fragments > 1 or len(read.plan.extents) > 1:
+        return None
+    return read.plan.extents[0].database, read.plan.extents[0].first + read.part.first_fragment
 
 
 def _prove_apart(card: Card, plan: GetPlan, part: Part) -> None:

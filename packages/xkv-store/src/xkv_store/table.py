@@ -51,6 +51,8 @@ class TableWriter:
         self._map = mmap.mmap(fd, TABLE_ENTRIES_OFFSET + capacity * TABLE_ENTRY.size)
         self._words = memoryview(self._map).cast("Q")
         self._end = len(self._words)
+        self.is_exact = True
+        """Whether no two objects share a bit: one whose bit is not set is then not in the index either."""
 
     @classmethod
     def create(cls, capacity: int, card_uuid: bytes, boot_id: bytes) -> "TableWriter":
@@ -79,12 +81,16 @@ class TableWriter:
         """A new descriptor, to hand to an engine and to close; it cannot be mapped for writing."""
         return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
 
-    def put(self, tag: int, generation: int, rank_bit: int, fragments: int) -> None:
-        """Say that the rank with `rank_bit` holds the chunk `tag`, confirmed with `generation`."""
+    def put(self, tag: int, generation: int, rank_bit: int, fragments: int, *, replaces: bool = False) -> None:
+        """Say that the rank with `rank_bit` holds the chunk `tag`, confirmed with `generation`.
+
+        `replaces`: an object of the same key; else one whose bit is set already is of another key with that tag.
+        """
         words = self._words
         at = self._find(tag)
         if words[at] == tag:
             words[at + 1] = max(words[at + 1], generation)
+            self.is_exact = self.is_exact and (replaces or not words[at + 2] & rank_bit)
             words[at + 2] |= rank_bit
             last = words[at + 3]
             words[at + 3] = last & ~_HALF | max(last & _HALF, fragments)
@@ -133,6 +139,11 @@ class TableWriter:
             words[_ENTRIES_WORD] -= 1
             self._close_gap(at)
 
+    def remove_failed(self, tag: int, rank_bit: int) -> None:
+        """As `remove_rank`, of what the index may not have taken: another object of that bit may still be there."""
+        self.is_exact = False
+        self.remove_rank(tag, rank_bit)
+
     def load_many(
         self,
         tags: Words,
@@ -150,7 +161,9 @@ class TableWriter:
         rows = np.zeros((len(starts), _ENTRY_WORDS), np.uint64)
         rows[:, 0] = ordered[starts]
         rows[:, 1] = np.maximum.reduceat(generations[order], starts)
-        rows[:, 2] = np.bitwise_or.reduceat(rank_bits[order], starts)
+        bits = rank_bits[order]
+        rows[:, 2] = np.bitwise_or.reduceat(bits, starts)
+        self.is_exact = _are_apart(bits, starts, rows[:, 2])
         rows[:, 3] = np.maximum.reduceat(fragments[order], starts)
         assert len(rows) < self.capacity
         # Sorted by tag is sorted by home, so linear probing puts each row at the later of its home and the
@@ -304,6 +317,15 @@ def _order(tags: Words) -> npt.NDArray[np.uint64]:
     if (ordered[1:] < ordered[:-1]).any():
         order = order[np.argsort(ordered, kind="stable")]
     return order
+
+
+def _are_apart(bits: Words, starts: npt.NDArray[np.intp], joined: Words) -> bool:
+    """Whether no bit is twice among the rows of one entry: their sum, in halves that cannot overflow, says so."""
+    if len(starts) == len(bits):
+        return True
+    half = np.uint64(_HALF)
+    low, high = np.add.reduceat(bits & half, starts), np.add.reduceat(bits >> np.uint64(_HALF_BITS), starts)
+    return bool((low == joined & half).all() and (high == joined >> np.uint64(_HALF_BITS)).all())
 
 
 def _homes(tags: Words, capacity: int) -> npt.NDArray[np.int64]:

@@ -12,7 +12,7 @@ import errno
 import logging
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from .card import PutRefusal
 from .errors import CorruptObject, MediumError, SpoiltSlots
@@ -97,8 +97,7 @@ class _Putting:
         return [slot(number) for number in self.slots]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Asked:
+class _Asked(NamedTuple):
     """One object that a session has asked for, until its turn. `cost`: slots."""
 
     party: Party
@@ -181,6 +180,7 @@ class Transfers:
                 case LeaseTask():
                     self._lease(asked.party, asked.number, asked.task, now_ns)
         self._puts.flush()
+        self._reads.flush()
 
     def _queue(self, party: Party, number: int, task: Task, cost: int) -> None:
         self._intake.append(_Asked(party, number, task, party.owner, cost))

@@ -217,8 +217,8 @@ class StepGateway:
 
 
 def works_of(job: Job) -> list[Any]:
-    """The puts or gets that a job of the transfers is for: those that go together; of a read, all who wait for it."""
+    """The puts or gets that a job of the transfers is for: those that go together; of reads, all who wait."""
     if job.lane is Lane.STORE:
         return list(job.run.args[0].puts)  # type: ignore[attr-defined]
-    read = job.run.__self__  # type: ignore[attr-defined]
-    return [waiting for landing in read.landings for waiting in landing.waiting]
+    reads = job.run.__self__.reads  # type: ignore[attr-defined]
+    return [waiting for read in reads for landing in read.landings for waiting in landing.waiting]
