@@ -136,6 +136,40 @@ def test_chunks_of_one_tag_that_the_table_forgets_are_still_found_by_the_next_pu
     assert driver.card.objects == driver.card.slots()["used"] == 1
 
 
+@pytest.mark.parametrize("puts", [2, 3])
+def test_a_chunk_of_one_tag_that_is_replaced_before_its_commit_loses_no_slots(make: Make, puts: int) -> None:
+    """The table has never shown what it replaces: the bit that is set there is the other chunk's."""
+    driver = make()
+    one, other = (ObjectKey(b"namespace-of-16b", 0, b"the same" + bytes([n]) * 24, 0) for n in range(2))
+    first = driver.put(one, data_of(1))
+    assert isinstance(first, PutPlan)
+    for number in range(puts):
+        plan = driver.card.begin_put(other, PAYLOAD, 0, 0, replace=bool(number), now_ns=driver.now_ns)
+        assert isinstance(plan, PutPlan)
+        driver.write(plan, data_of(number))
+        driver.card.finish_put(plan, None)
+    driver.settle(2 * GRACE_MS)
+    assert driver.card.purge(one.encode(), first.generation, driver.now_ns)
+    driver.settle(2 * GRACE_MS)
+    assert driver.get(other) == data_of(puts - 1)
+    assert isinstance(driver.put(other, data_of(9)), PutPlan)
+    driver.settle(2 * GRACE_MS)
+    assert driver.card.objects == driver.card.slots()["used"] == 1
+
+
+def test_what_is_replaced_again_and_again_leaves_the_table_exact(make: Make) -> None:
+    driver = make()
+    driver.put(key_of(0), data_of(0))
+    for number in range(3):
+        plan = driver.card.begin_put(key_of(0), PAYLOAD, 0, 0, replace=True, now_ns=driver.now_ns)
+        assert isinstance(plan, PutPlan)
+        driver.write(plan, data_of(number))
+        driver.card.finish_put(plan, None)
+    driver.commit()
+    assert driver.card.table.is_exact
+    assert not driver.card._in_place
+
+
 def test_a_usual_slot_works_with_direct_io(make: Make) -> None:
     """The default geometry, so that alignment is that of production."""
     driver = make(slots=12, slot_bytes=262_144)

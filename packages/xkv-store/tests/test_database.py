@@ -284,6 +284,23 @@ def test_an_empty_file_is_empty_again_where_there_is_no_space(tmp_path: Path, mo
     assert path.read_bytes() == b""
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_cut_file_that_finds_no_room_is_refused_each_time(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """With its full size and a hole it would look whole, and puts would meet the full file system."""
+
+    def full(*_: int) -> None:
+        raise OSError(number, "full")
+
+    os.truncate(path, DATA_OFFSET + SLOT)
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    for _ in range(2):
+        with pytest.raises(UserError):
+            Database.open(path)
+    assert path.stat().st_size == DATA_OFFSET + SLOT
+
+
 @pytest.mark.timeout(10)
 def test_what_is_neither_a_file_nor_a_device_is_refused(tmp_path: Path) -> None:
     """To open a fifo would wait for ever."""

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import re
+import tracemalloc
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -53,6 +54,32 @@ def test_it_begins_where_a_huge_page_can(mapping: Mapping) -> None:
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(mapping.memory))
     assert address % HUGE_PAGE_BYTES == 0
     assert len(mapping.memory) == SIZE
+
+
+def test_what_a_large_file_costs_does_not_grow_with_it() -> None:
+    """Databases have terabytes, and a disk's refuse at the first piece."""
+    size = 1 << 42
+    fd = make_sealed_memory(NAME, size)
+    large = Mapping(fd, size)
+    os.close(fd)
+    tracemalloc.start()
+    try:
+        large.use_huge_pages([range(size)], seconds_max=0.0)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("parts", "wanted"),
+    [
+        ([range(1), range(0), range(5, 6)], [0]),
+        ([range(3 * HUGE_PAGE_BYTES, SIZE), range(HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES + 1)], [0, 1, 3]),
+        ([range(HUGE_PAGE_BYTES, SIZE), range(SIZE)], [0, 1, 2, 3]),
+    ],
+)
+def test_each_piece_is_asked_for_once(parts: list[range], wanted: list[int]) -> None:
+    assert [number for some in huge_pages._pieces(parts, 4) for number in some] == wanted
 
 
 def test_it_is_the_file_and_lives_as_long_as_a_view_of_it() -> None:

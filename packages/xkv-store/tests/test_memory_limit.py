@@ -45,6 +45,12 @@ def test_room(tmp_path: Path, limit: str, available_kib: int, ring: int, has_roo
     assert has_room_for_ring(ring, roots(tmp_path, limit=limit, available_kib=available_kib)) is has_room
 
 
+def test_what_other_ranks_have_taken_of_a_ring_counts_once(tmp_path: Path) -> None:
+    little = roots(tmp_path, limit="max\n", available_kib=1024)
+    assert has_room_for_ring(4 * MIB, little, taken_bytes=3 * MIB)
+    assert not has_room_for_ring(4 * MIB + 1, little, taken_bytes=3 * MIB)
+
+
 def test_nothing_is_known_and_nothing_hinders(tmp_path: Path) -> None:
     nowhere = Roots(tmp_path / "proc", tmp_path / "groups")
     assert group_limit(nowhere) is None
@@ -52,7 +58,7 @@ def test_nothing_is_known_and_nothing_hinders(tmp_path: Path) -> None:
 
 
 def test_a_ring_that_might_be_too_large_is_not_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rings, "has_room_for_ring", lambda _: False)
+    monkeypatch.setattr(rings, "has_room_for_ring", lambda _, **__: False)
     ring = Ring.create(16, 1 << 18)
     assert ring.use_huge_pages([range(16)]) == 0
     assert os.fstat(ring.fd).st_blocks == 0, "nothing was touched"

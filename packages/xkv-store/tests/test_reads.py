@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from xkv_store.plans import GetPlan
+
 SLOT = 4_096
 GEOMETRY = Geometry(SLOT)
 PAYLOAD = GEOMETRY.fragment_bytes
@@ -486,6 +488,37 @@ def test_slots_behind_one_another_are_one_job_and_each_is_judged_by_itself(
     if not trouble:
         assert calls == [2]
     assert gateway.transfers.all_counters()["reads"] == 2
+
+
+@pytest.mark.parametrize("near", [(), (1,), (1, 2)])
+def test_what_lies_nearby_is_not_read_and_the_rest_still_is_one_call(
+    gateway: StepGateway, ranks: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch, near: tuple[int, ...]
+) -> None:
+    """With a remote: what is in its memory comes from there; where nothing is, neighbours go together as without."""
+    calls: list[int] = []
+    real = Database.read
+
+    class Nearby:
+        def read(self, plan: GetPlan, slots: list[memoryview], first_fragment: int) -> bool:
+            if plan.key not in map(key_of, near):
+                return False
+            gateway.card.read(plan, slots, first_fragment)
+            calls.clear()
+            return True
+
+    def read(database: Database, slot: int, buffers: list[memoryview], payload_bytes: object = None) -> None:
+        del payload_bytes
+        calls.append(len(buffers))
+        real(database, slot, buffers)
+
+    monkeypatch.setattr(Database, "read", read)
+    monkeypatch.setattr(gateway.transfers._reads, "_nearby", Nearby())
+    other = Rank(gateway, "other", use=RingUse.OWN)
+    ask_for_neighbours(gateway, other)
+    assert work(gateway) == 1
+    answers = [other.hear(GetAnswered).objects[0] for _ in range(2)]
+    assert [answer.status for answer in answers] == [LoadStatus.OK] * 2
+    assert calls == {0: [2], 1: [1], 2: []}[len(near)]
 
 
 @pytest.mark.parametrize("both", [False, True])

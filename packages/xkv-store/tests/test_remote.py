@@ -21,7 +21,7 @@ import pytest
 
 from xkv_store import remote_link, remote_stores, wire
 from xkv_store.attachment import Attachment
-from xkv_store.card import CardOptions
+from xkv_store.card import Card, CardOptions
 from xkv_store.client import Client
 from xkv_store.embedded import EmbeddedCard
 from xkv_store.errors import UserError
@@ -408,6 +408,26 @@ def test_an_embedded_card_has_one_too(tmp_path: Path, pool: Path, monkeypatch: p
     wait_until(lambda: not socket.exists())
     client.seeks.ask([(key, FRAGMENTS)] * 3, fetch=True, on_answer=answers.append)
     assert [one.status for one in answers[1_500:]] == [SoughtStatus.FAILED] * 3, "there is no session any more"
+
+
+def test_what_comes_for_one_request_is_of_one_family(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each is a request of its own: the beginning of a prompt would leave the card before its end."""
+    one, other = serve(), serve()
+    one.put(*range(5))
+    wait_until(lambda: one.counted("remote_stores") == 5)
+    families: list[int] = []
+    real = Card.begin_put
+
+    def begin_put(card: Card, key: ObjectKey, length: int, family: int, *rest: Any, **more: Any) -> Any:
+        families.append(family)
+        return real(card, key, length, family, *rest, **more)
+
+    monkeypatch.setattr(Card, "begin_put", begin_put)
+    assert other.seek(*range(5), fetch=True) == [SoughtStatus.FOUND] * 5
+    assert len(families) == 5
+    assert len(set(families)) == 1
 
 
 def test_a_full_card_makes_room_for_what_comes(serve: Callable[..., Served]) -> None:

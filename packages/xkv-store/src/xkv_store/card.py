@@ -73,6 +73,7 @@ class Card:
         self._flying: dict[bytes, PutPlan] = {}
         self._busy_chunks: Counter[bytes] = Counter()  # chunks with an object in flight or not yet committed
         self._uncommitted: dict[int, PutPlan] = {}  # by generation: finished, waiting for the index
+        self._in_place: dict[int, bool] = {}  # of those, what the lookup table shows the former object of
         self._pins: Counter[int] = Counter()  # readers, by generation
         self._generation, self._generation_ceiling = opened.generation, opened.generation_ceiling
         self._ceiling_asked, self._next_database = False, 0
@@ -170,12 +171,13 @@ class Card:
         if old is not None:
             self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
             ghost = self._to_limbo(plan.encoded_key, old, now_ns, readable=True)
+            if old.generation not in self._uncommitted or old.generation in self._in_place:
+                self._in_place[plan.generation] = True
         record = Record(plan.generation, plan.length, plan.family, plan.position, plan.extents)
         self._overlay.set(plan.encoded_key, record, ghost)
         self._uncommitted[plan.generation] = plan
         self._used_slots += plan.fragments
-        account.used += plan.fragments
-        account.objects += 1
+        account.came(plan.fragments)
         self._objects += 1
         self._bytes += plan.length
 
@@ -271,15 +273,15 @@ class Card:
         if batch.generation_ceiling is not None:
             self._generation_ceiling = batch.generation_ceiling
             self._ceiling_asked = False
-        plans, replacing = list[PutPlan](), batch.replacing
+        plans = list[PutPlan]()
         for order_key, key in batch.places:
             self._chooser.came(order_key, key)
             self._accounts.came(order_key, key)
         for _, generation, record in self._overlay.settle(batch):
             plan = self._uncommitted.pop(generation)
             self._chunk_rests(plan.encoded_key)
+            replaces = self._in_place.pop(generation, False)
             if record is not None:  # neither dropped nor replaced in the meantime
-                replaces = generation in replacing
                 self.table.put(plan.key.tag, generation, plan.key.bit, plan.fragments, replaces=replaces)
                 self._recency.confirmed(plan.key.tag, record.family)
             self._counters["puts_confirmed"] += 1
@@ -302,6 +304,7 @@ class Card:
         for step in batch.steps:
             if step.generation:
                 plan = self._uncommitted.pop(step.generation)
+                self._in_place.pop(step.generation, None)
                 self._chunk_rests(plan.encoded_key)
                 self.departures.refused(plan.encoded_key, Reason.FAILED)
                 plans.append(plan)
@@ -471,10 +474,7 @@ class Card:
         ghost = Ghost(encoded, record, slots, now_ns + self._grace_ns, readable, left_ns=now_ns)
         self._limbo.add(ghost)
         self._used_slots -= slots
-        account = self._accounts.of(encoded[:NAMESPACE_BYTES])
-        account.used -= slots
-        account.limbo += slots
-        account.objects -= 1
+        self._accounts.of(encoded[:NAMESPACE_BYTES]).left(slots)
         self._objects -= 1
         self._bytes -= record.length
         return ghost

@@ -117,10 +117,10 @@ class Client:
         client._thread.start()
         try:
             client._await_attached()
+            client._attached_memory().use_huge_pages(staged_bytes=attachment.staged_bytes or 0)
         except BaseException:
             client.close()
             raise
-        client._attached_memory().use_huge_pages(staged_bytes=attachment.staged_bytes or 0)
         return client
 
     def close(self) -> None:

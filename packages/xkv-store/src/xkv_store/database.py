@@ -216,11 +216,13 @@ class Database:
             if os.lseek(fd, 0, os.SEEK_END) < needed:
                 raise UserError(f"{path} is smaller than the {needed} bytes asked for: give a smaller capacity")
             return
+        size = os.fstat(fd).st_size
         try:
             _expect_room(fd, needed)
             _use_huge_pages(fd, needed)
             cls._reserve(fd, needed)
         except OSError as error:
+            os.ftruncate(fd, size)  # or the next start would take its holes for room that it has
             if error.errno not in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
                 raise UserError(f"cannot allocate {needed} bytes for {path}: {error.strerror}") from error
             free = os.fstatvfs(fd)

@@ -15,6 +15,7 @@ import os
 import time
 import weakref
 from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -54,10 +55,9 @@ class Mapping:
         takes longer than `seconds_max`, the rest stays in small pages. Raises nothing.
         """
         until_s = time.monotonic() + seconds_max
-        whole = len(self.memory) // HUGE_PAGE_BYTES
-        numbers = sorted({number for part in parts for number in _pieces(part) if number < whole})
+        pieces = _pieces(parts, len(self.memory) // HUGE_PAGE_BYTES)
         taken = 0
-        for number in numbers:
+        for number in chain.from_iterable(pieces):
             problem = self._use_huge_page(number)
             taken += not problem
             if problem not in {0, errno.EAGAIN}:  # EAGAIN: somebody uses a page of that piece just now
@@ -66,7 +66,7 @@ class Mapping:
             if time.monotonic() > until_s:
                 break
         level = logging.INFO if taken else logging.DEBUG
-        log.log(level, "%d of %d MiB lie in huge pages", _mib(taken), _mib(len(numbers)))
+        log.log(level, "%d of %d MiB lie in huge pages", _mib(taken), _mib(sum(map(len, pieces))))
         return taken * HUGE_PAGE_BYTES
 
     def _use_huge_page(self, number: int) -> int:
@@ -81,8 +81,14 @@ def _mib(pieces: int) -> int:
     return pieces * HUGE_PAGE_BYTES >> 20
 
 
-def _pieces(part: range) -> range:
-    return range(part.start // HUGE_PAGE_BYTES, -(-part.stop // HUGE_PAGE_BYTES)) if part else part
+def _pieces(parts: Iterable[range], end: int) -> list[range]:
+    """The numbers, each once and before `end`, of the pieces that parts lie in: a database has millions of them."""
+    found: list[range] = []
+    begin = 0
+    for part in sorted(filter(None, parts), key=lambda part: part.start):
+        first, begin = max(begin, part.start // HUGE_PAGE_BYTES), max(begin, -(-part.stop // HUGE_PAGE_BYTES))
+        found.append(range(first, min(begin, end)))
+    return found
 
 
 def _map(fd: int, size_bytes: int) -> int:

@@ -50,12 +50,15 @@ def available_bytes(roots: Roots) -> int | None:
     return int(found[1]) * 1024 if found else None
 
 
-def has_room_for_ring(ring_bytes: int, roots: Roots | None = None) -> bool:
-    """Whether a ring may be taken as a whole now, without this process or another being ended for it."""
+def has_room_for_ring(ring_bytes: int, roots: Roots | None = None, *, taken_bytes: int = 0) -> bool:
+    """Whether a ring may be taken as a whole now, without this process or another being ended for it.
+
+    `taken_bytes` of it are taken already, by other ranks: what the machine has left is without them.
+    """
     roots = roots or Roots()
     group, available = group_limit(roots), available_bytes(roots)
     return (group is None or ring_bytes <= group.limit_bytes * RING_SHARE_MAX) and (
-        available is None or ring_bytes <= available
+        available is None or ring_bytes - taken_bytes <= available
     )
 
 

@@ -51,11 +51,6 @@ class CommitBatch:
         moved = [change for change in self.changes if isinstance(change, SetObject | MoveObject)]
         return [(order_key_of(change.record), change.key) for change in moved]
 
-    @property
-    def replacing(self) -> set[int]:
-        """Generations of the objects that it sets in place of others."""
-        return {step.generation for step in self.steps if step.ghosts}
-
 
 _Entry: TypeAlias = tuple[Step, Record | None]
 

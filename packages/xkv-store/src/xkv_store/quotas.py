@@ -96,6 +96,17 @@ class Account:
         """All that the namespace has of the card."""
         return self.in_flight + self.used + self.limbo
 
+    def came(self, slots: int) -> None:
+        """An object is on the card."""
+        self.used += slots
+        self.objects += 1
+
+    def left(self, slots: int) -> None:
+        """An object is in limbo."""
+        self.used -= slots
+        self.limbo += slots
+        self.objects -= 1
+
     def lacking_slots(self) -> int:
         """How many of its used slots must still leave."""
         if self.room is None or self.quota_slots is None:

@@ -155,16 +155,17 @@ class _Row:
         for _ in begun:
             reached("get.before_read")
         errors: Sequence[Exception | None] = [None] * len(begun)
-        is_row = 1 < len(begun) == len(self.reads) and self.reads[0].nearby is None
+        is_there = [read.comes_from_nearby(source) for read, source in begun]
+        is_row = 1 < len(begun) == len(self.reads) and not any(is_there)
         if is_row:
             card = self.reads[0].card
             errors = card.read_row([(read.plan, source[0], read.part.first_fragment) for read, source in begun])
-        for (read, source), error in zip(begun, errors, strict=True):
-            self._go_on(read, source, error, is_read=is_row)
+        for (read, source), error, came in zip(begun, errors, is_there, strict=True):
+            self._go_on(read, source, error, is_read=is_row or came)
 
     def _go_on(self, read: _Read, source: list[memoryview], error: Exception | None, *, is_read: bool) -> None:
         try:
-            if not is_read and not read.comes_from_nearby(source):
+            if not is_read:
                 read.card.read(read.plan, source, read.part.first_fragment)
         except (CorruptObject, MediumError) as found:
             error = found

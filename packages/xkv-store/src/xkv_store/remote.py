@@ -7,6 +7,7 @@ rules, the library. All of it runs on the event loop's thread, save what `remote
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -76,9 +77,10 @@ class Remote:
 
     def seek(self, answers: Answers, start: StartSeek, now_ns: int) -> None:
         """A scheduler asks for these; each is answered once."""
+        family = time.time_ns() // 1000  # one for all of a request, as an engine's are: its beginning leaves last
         for index, (key, fragments) in enumerate(start.objects):
             if start.fetch and not self._draining:
-                self._fetches.add(key, fragments, partial(_answer, answers, start.seek, index), now_ns)
+                self._fetches.add(key, fragments, family, partial(_answer, answers, start.seek, index), now_ns)
             else:
                 self._ask(answers, start.seek, index, key)
 

@@ -41,7 +41,7 @@ WAITS_NS_MAX: Final = 4_000_000_000  # for its turn: an engine has given up by t
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """One object. `family`: when it was asked for, in µs since 1970; `place`: where it lies while it is under way."""
+    """One object. `family`: of all that was asked for with it; `place`: where it lies while it is under way."""
 
     key: ObjectKey
     encoded: bytes
@@ -77,8 +77,8 @@ class RemoteFetches:
     def __len__(self) -> int:
         return len(self._fetches)
 
-    def add(self, key: ObjectKey, fragments: int, on_sought: OnSought, now_ns: int) -> None:
-        """Bring this; `on_sought` hears how it went, maybe in this call."""
+    def add(self, key: ObjectKey, fragments: int, family: int, on_sought: OnSought, now_ns: int) -> None:
+        """Bring this, to be put with that family; `on_sought` hears how it went, maybe in this call."""
         encoded = key.encode()
         fetch = self._fetches.get(encoded)
         if fetch is not None:
@@ -89,7 +89,7 @@ class RemoteFetches:
             self.counters["remote_fetches_refused"] += 1
             on_sought(SoughtStatus.FAILED)
         else:
-            fetch = _Fetch(key, encoded, fragments, time.time_ns() // 1000, now_ns, [on_sought])
+            fetch = _Fetch(key, encoded, fragments, family, now_ns, [on_sought])
             self._fetches[encoded] = fetch
             self._queue.append(fetch)
 

@@ -61,16 +61,17 @@ class RemoteStores:
         self._work = work
         self._note = note
         self._queue: deque[_Store] = deque()
+        self._copied: deque[_Store] = deque()  # these hold what those in the queue wait for, and go before them
         self._later: deque[_Store] = deque()  # to be tried again
         self._asked = 0
-        self._absent: deque[_Store] = deque()  # the remote does not have them
+        self._absent: deque[_Store] = deque()  # the remote does not have them, and they are to be read
         self._reading = 0
         self._read: list[_Store] = []
         self._putting = 0
         self.counters: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        waiting = len(self._queue) + len(self._later) + len(self._absent)
+        waiting = len(self._queue) + len(self._copied) + len(self._later) + len(self._absent)
         return waiting + self._asked + self._reading + len(self._read) + self._putting
 
     def add(self, plan: PutPlan, place: Place | None = None) -> None:
@@ -78,11 +79,11 @@ class RemoteStores:
         one = _Store(plan.key, plan.generation, place=place, length=plan.length)
         if self._memory.stores_max < plan.fragments:
             self.counters["remote_stores_too_large"] += 1
-        elif len(self._queue) >= QUEUED_MAX:
+        elif len(self._queue) + len(self._copied) >= QUEUED_MAX:
             self.counters["remote_stores_shed"] += 1
             self._give(one)
         else:
-            self._queue.append(one)
+            (self._queue if place is None else self._copied).append(one)
 
     def step(self, now_ns: int) -> None:
         """Do what can be done now."""
@@ -90,7 +91,8 @@ class RemoteStores:
             self._queue.append(self._later.popleft())
         if not self._link.is_up:
             return
-        if self._queue and len(self._absent) < ASKED_MAX and not self._asked and self._link.has_room(Lane.LOOK):
+        may_be_asked = self._copied or (self._queue and len(self._absent) < ASKED_MAX)
+        if may_be_asked and not self._asked and self._link.has_room(Lane.LOOK):
             self._ask()
         while self._absent and self._begin_read(self._absent[0]):
             self._absent.popleft()
@@ -99,7 +101,9 @@ class RemoteStores:
 
     def _ask(self) -> None:
         """What the remote has already is not read, nor sent."""
-        asked = [self._queue.popleft() for _ in range(min(ASKED_MAX, len(self._queue)))]
+        asked = [self._copied.popleft() for _ in range(min(ASKED_MAX, len(self._copied)))]
+        if len(self._absent) < ASKED_MAX:
+            asked += [self._queue.popleft() for _ in range(min(ASKED_MAX - len(asked), len(self._queue)))]
         self._asked = len(asked)
         keys = [remote_key(one.key.encode(), self._card.geometry) for one in asked]
         self._link.call(Lane.LOOK, keys, partial(self._were_asked, asked))
@@ -111,16 +115,14 @@ class RemoteStores:
                 self.counters["remote_stores_held"] += 1
                 self._give(one)
             elif code == 0:
-                self._absent.append(one)
+                # A copy goes also where the object has left the card since: a small one's objects do so soon.
+                (self._absent if one.place is None else self._read).append(one)
             else:
                 self._give(one)
                 self._failed(one, "no answer" if codes is None else code_text(code))
 
     def _begin_read(self, one: _Store) -> bool:
-        """Whether this need not be looked at again: it is being read or need not be, or it is gone."""
-        if one.place is not None:
-            self._read.append(one)  # also where it has left the card since: a small one's objects do so soon
-            return True
+        """Whether this need not be looked at again: it is being read, or it is gone."""
         plan = self._card.begin_proof(one.key)
         if plan is None or plan.generation != one.generation:
             if plan is not None:

@@ -33,6 +33,7 @@ SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 RING_SLOTS_MAX: Final = 2**24
 """4 TiB at the usual slot: beyond any host, and far below what a message's 32 bits can name."""
 
+_BLOCK_BYTES: Final = 512  # of st_blocks (stat(3type))
 _FREE_RUN: Final = re.compile(rb"\x01+")
 
 
@@ -133,7 +134,8 @@ class Ring:
 
         Not where the whole ring might be more than there is: then its memory is taken as slots are first touched.
         """
-        if not has_room_for_ring(self.slots * self.slot_bytes):
+        taken_bytes = os.fstat(self.fd).st_blocks * _BLOCK_BYTES
+        if not has_room_for_ring(self.slots * self.slot_bytes, taken_bytes=taken_bytes):
             return 0
         each = self.slot_bytes
         return self._mapping.use_huge_pages([range(some.start * each, some.stop * each) for some in numbers])
