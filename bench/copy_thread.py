@@ -24,14 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from contexts import rank_context
 from gateways import MIB, running
 from xkv_offload.copy import Bytes, Move, RingSlots
 from xkv_offload.device_copy import DeviceMover
-from xkv_offload.failures import FailureLog, Plan
 from xkv_offload.layout import ObjectLayout, Page
 from xkv_offload.mapping import ChunkPart
 from xkv_offload.metrics import PROCESS_COUNTERS
-from xkv_offload.rank import RankContext
 from xkv_offload.rows import TensorPlace, WavePlan
 from xkv_offload.staging_area import WORD_BYTES, Copies, StagingSlot, Work, divide
 from xkv_offload.transfer import XkvTransferSpec
@@ -212,22 +211,7 @@ def whole(name: str, figures: dict[str, float], folder: Path) -> None:
     with running(folder, "--capacity", str(capacity)) as gateway:
         mover = mover_of(page_bytes)
         client = gateway.attach(ring_bytes=RING_BYTES, ring_use=RingUse.LEASED)
-        mover.use_ring(client.ring.array, [range(client.ring.slots)])
-        context = RankContext(
-            client=client,
-            rank=0,
-            object_rank=0,
-            writes=True,
-            blocks_per_chunk=bpc,
-            fragment_bytes=FRAGMENT_BYTES,
-            layouts=[layout],
-            lone_last_block=[False],
-            positions={0: 0},
-            mover=mover,
-            load_timeout_s=WAIT_S_MAX,
-            failure_plan=Plan("block_errors", ""),
-            failures=FailureLog(),
-        )
+        context = rank_context(client, mover, layout, load_timeout_s=WAIT_S_MAX)
         worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
         used: dict[tuple[str, str], list[float]] = {}
         for step in range(STEPS):

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
+import contexts
 from xkv_offload.copy import HostMover, Move, Mover, RingSlots, make_mover
 from xkv_offload.copy_torch import TorchRows
 from xkv_offload.copy_triton import TritonRows
 from xkv_offload.cuda import CudaDevice
 from xkv_offload.device_copy import DeviceMover
-from xkv_offload.failures import FailureLog, Plan
 from xkv_offload.layout import ObjectLayout, Page, fragment_range
 from xkv_offload.mapping import ChunkPart
 from xkv_offload.metrics import PROCESS_COUNTERS
@@ -187,7 +187,7 @@ def check_jobs(folder: Path) -> dict[str, float]:
         assert gateway.alive
         for name, tensors in (("store", source), ("load", target)):
             client = attached(folder, name, 2 << 30)
-            context = rank_context(client, tensors, layout, bpc)
+            context = rank_context(client, tensors, layout)
             worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
             figures[f"{name}_gb_per_s"] = run_job(worker, name, chunks, bpc)
             assert not context.failures.take(), "a load failed"
@@ -230,28 +230,11 @@ def attached(
     )
 
 
-def rank_context(
-    client: Client, tensors: list[torch.Tensor], layout: ObjectLayout, bpc: int, *, rank: int = 0
-) -> RankContext:
+def rank_context(client: Client, tensors: list[torch.Tensor], layout: ObjectLayout, *, rank: int = 0) -> RankContext:
     """One rank, its ring registered; all ranks of an engine have the same objects."""
     fragment_bytes = client.ring.slot_bytes - HEADER_BYTES
     mover = make_mover(tensors=tensors, staging_bytes=STAGING_BYTES, layouts=[layout], fragment_bytes=fragment_bytes)
-    mover.use_ring(client.ring.array, [range(client.ring.slots)])
-    return RankContext(
-        client=client,
-        rank=rank,
-        object_rank=0,
-        writes=rank == 0,
-        blocks_per_chunk=bpc,
-        fragment_bytes=fragment_bytes,
-        layouts=[layout],
-        lone_last_block=[False],
-        positions={0: 0},
-        mover=mover,
-        load_timeout_s=DEADLINE_S,
-        failure_plan=Plan("block_errors", ""),
-        failures=FailureLog(),
-    )
+    return contexts.rank_context(client, mover, layout, load_timeout_s=DEADLINE_S, rank=rank)
 
 
 def run_job(worker: XkvWorker, name: str, chunks: int, bpc: int) -> float:

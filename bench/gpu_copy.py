@@ -270,7 +270,7 @@ def whole_jobs(figures: Figures, folder: Path, where: str, options: Sequence[str
     chunks = JOB_BYTES // layout.chunk_bytes
     moved = chunks * layout.chunk_bytes
     with gateway_process(folder, [*options, "--slot-bytes", str(slot_bytes)]):
-        context = rank_context(attached(folder, "one", 4 << 30, slot_bytes=slot_bytes), tensors, layout, bpc)
+        context = rank_context(attached(folder, "one", 4 << 30, slot_bytes=slot_bytes), tensors, layout)
         worker = XkvWorker(context=context, transfer_result=SimpleNamespace)
         left: list[float] = []
         confirmed: list[float] = []

@@ -56,7 +56,7 @@ class Rank:
         self._tensors = [torch.zeros((1 + BLOCKS, SIZES[0]), dtype=torch.int8, device="cuda") for _ in SIZES]
         client = attached(folder, "engine", RING_BYTES, rank=rank, ranks=ranks, ring_use=RingUse.REPLICATED)
         began = time.monotonic()
-        context = rank_context(client, self._tensors, LAYOUT, BPC, rank=rank)
+        context = rank_context(client, self._tensors, LAYOUT, rank=rank)
         self._registered_s = time.monotonic() - began
         self._context = context
         self._worker = XkvWorker(context=context, transfer_result=SimpleNamespace)

@@ -17,16 +17,14 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from contexts import rank_context
 from gateways import MIB, running
 from report import Part, at_percent, percentiles
 from xkv_offload.copy import HostMover
-from xkv_offload.failures import FailureLog, Plan
 from xkv_offload.layout import ObjectLayout, Page
 from xkv_offload.metrics import PROCESS_COUNTERS
-from xkv_offload.rank import RankContext
 from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
-from xkv_store.geometry import FRAGMENT_BYTES
 from xkv_store.ring import RingUse
 
 if TYPE_CHECKING:
@@ -64,23 +62,7 @@ def run(folder: Path, *, quick: bool) -> Part:
 def _worker(client: Client) -> XkvWorker:
     rows = [np.ones((BLOCKS, PAGE_BYTES), np.uint8) for _ in range(LAYERS)]
     layout = ObjectLayout(BLOCKS_PER_CHUNK, tuple(Page(number, PAGE_BYTES) for number in range(LAYERS)))
-    mover = HostMover(rows)
-    mover.use_ring(client.ring.array, [range(client.ring.slots)])
-    context = RankContext(
-        client=client,
-        rank=0,
-        object_rank=0,
-        writes=True,
-        blocks_per_chunk=BLOCKS_PER_CHUNK,
-        fragment_bytes=FRAGMENT_BYTES,
-        layouts=[layout],
-        lone_last_block=[False],
-        positions={0: 0},
-        mover=mover,
-        load_timeout_s=WAIT_S_MAX,
-        failure_plan=Plan("block_errors", ""),
-        failures=FailureLog(),
-    )
+    context = rank_context(client, HostMover(rows), layout, load_timeout_s=WAIT_S_MAX)
     return XkvWorker(context=context, transfer_result=SimpleNamespace)
 
 

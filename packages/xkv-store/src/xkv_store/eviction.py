@@ -25,9 +25,7 @@ from .layout import AGAIN, OFTEN, BadBytesError, Record, pack_order_key, parse_o
 from .recency import AGAIN_KIND, FAMILY_OF_KIND, KIND_OF_USES, USES_OF_KIND, Recency, kind_of
 
 ORDER_BATCH = 64  # entries of the order fetched at a time
-AHEAD_MAX = (
-    256  # entries that a hand knows of, those among them that came to where it had been: more meets its next pass
-)
+AHEAD_MAX = 256  # entries that a hand knows of, with those that came to where it had been: more meets its next pass
 EMPTY_CHOICES = 64  # for so many choices nobody looks into a part where nothing was, unless something comes there
 PASS_ENTRIES_MAX = 2_048  # or as many as there are objects: then a hand begins anew, as what was held is free…
 OTHERS_PER_OWN = 64  # …but one that passes others does not look at more of them by that, for each of its own

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES: Final = 2 << 20
-SECONDS_MAX: Final = 5.0  # 1 GiB takes 0.15 s, and 2.5 s where the kernel has to move other pages out of the way first
+SECONDS_MAX: Final = 5.0  # 1 GiB takes 0.06 s, and 2.5 s where the kernel has to move other pages out of the way first
 _PROT_NONE: Final = 0
 _MAP_FIXED: Final = 0x10
 _MAP_NORESERVE: Final = 0x4000
