@@ -143,19 +143,18 @@ class Ours:
         """See View."""
         return [pair for pair in self._order.range_from(order_key, limit) if pair[0] < end]
 
-    def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
+    def chunk(self, key: bytes) -> list[tuple[bytes, Record]]:
         """See View."""
-        encoded = chunk_key + bytes(RANK_BYTES)
-        record = self._records.get(encoded)
-        return [(encoded, record)] if record is not None else []
+        record = self._records.get(key)
+        return [(key, record)] if record is not None else []
 
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:  # noqa: ARG002 -- nothing is read here
         """See View."""
         return False
 
-    def refile(self, key: bytes, record: Record) -> None:
+    def refile(self, key: bytes, record: Record, former: Record) -> None:
         """See View."""
-        self._order.remove(_place(self._records[key]))
+        self._order.remove(_place(former))
         self._stands(key, record)
 
     def _stands(self, key: bytes, record: Record) -> None:

@@ -87,14 +87,14 @@ class FakeCard:
         self.fetched += len(found)
         return found
 
-    def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
-        return sorted((key, record) for key, record in self.records.items() if key[:-2] == chunk_key)
+    def chunk(self, key: bytes) -> list[tuple[bytes, Record]]:
+        return sorted((one, record) for one, record in self.records.items() if one[:-2] == key[:-2])
 
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
         return chunk_key in self.held_chunks and bool(chunk)
 
-    def refile(self, key: bytes, record: Record) -> None:
-        former = self.records[key]
+    def refile(self, key: bytes, record: Record, former: Record) -> None:
+        assert former == self.records[key]
         self.records[key] = record
         if self.commits:
             self.order.remove((place(former), key))
@@ -514,9 +514,11 @@ def test_a_namespace_alone_leaves_though_what_is_others_is_older_in_other_parts_
     for number in range(8):
         card.add(key_of(number), number)
     for number in range(4):
-        card.refile(key := key_of(number).encode(), card.records[key]._replace(family=OFTEN | number))
+        key = key_of(number).encode()
+        card.refile(key, card.records[key]._replace(family=OFTEN | number), card.records[key])
     card.add(last := key_of(8), 8)
-    card.refile(last.encode(), card.records[last.encode()]._replace(family=AGAIN | 9))
+    former = card.records[last.encode()]
+    card.refile(last.encode(), former._replace(family=AGAIN | 9), former)
     assert card.evict(chooser=card.chooser_of(last.encode())) == [last]
 
 

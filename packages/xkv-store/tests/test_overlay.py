@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from xkv_store.index import Index, Meta, RemoveObject, SetNamespace, SetObject
 from xkv_store.key import ObjectKey
-from xkv_store.layout import Extent, Record
+from xkv_store.layout import Extent, Record, order_key_of, pack_record
 from xkv_store.limbo import Ghost
 from xkv_store.overlay import NAMESPACES_QUEUED_MAX, Overlay
 
@@ -89,6 +92,49 @@ def test_what_is_undone_is_removed_in_its_place(index: Index) -> None:
     assert again is not None
     assert list(again.changes)[:2] == [RemoveObject(key_of(1)), RemoveObject(key_of(2))]
     assert isinstance(list(again.changes)[2], SetObject)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.sampled_from(["set", "move", "remove"]), st.integers(0, 3), st.integers(0, 9)),
+            st.tuples(st.sampled_from(["take", "apply", "fail", "lose the answer"]), st.just(0), st.just(0)),
+        ),
+        max_size=40,
+    )
+)
+@settings(max_examples=150)
+def test_the_order_is_that_of_the_objects_whatever_fails(steps: list[tuple[str, int, int]]) -> None:
+    """Changes say where an object stood, as far as is known: after a failure that is another place."""
+    with TemporaryDirectory() as folder:
+        index = Index.create(Path(folder) / "index", Meta(bytes(16), 4_096, 1, 0, 0), slots=10)
+        overlay, batch, generation = Overlay(index), None, 0
+        for name, number, family in [*steps, ("apply", 0, 0), ("take", 0, 0), ("apply", 0, 0)]:
+            key = key_of(number)
+            present = overlay.record(key)
+            if name == "set":
+                generation += 1
+                old = Ghost(key, present, 1, 0, readable=False) if present is not None else None
+                is_new = present is None and family % 2 == 0
+                overlay.set(key, record(generation)._replace(family=family), old, is_new=is_new)
+            elif name == "move" and present is not None:
+                overlay.move(key, present._replace(family=family), present)
+            elif name == "remove" and present is not None:
+                overlay.remove(key, Ghost(key, present, 1, 0, readable=False))
+            elif name == "take" and batch is None:
+                batch = overlay.take()
+            elif batch is not None and name in {"apply", "fail", "lose the answer"}:
+                if name != "fail":
+                    index.apply(batch.changes)
+                if name == "apply":
+                    overlay.settle(batch)
+                else:
+                    overlay.undo(batch)
+                batch = None
+        objects = index.objects_from(b"", 10)
+        assert index.order_from(b"", 10) == sorted((order_key_of(packed), key) for key, packed in objects)
+        assert objects == [(key, pack_record(found)) for key in map(key_of, range(4)) if (found := overlay.record(key))]
+        index.close()
 
 
 def test_a_lost_ceiling_is_asked_for_again(index: Index) -> None:

@@ -118,7 +118,7 @@ class Card:
         encoded = key.encode()
         if encoded in self._flying:
             return PutRefusal.BUSY
-        old = self._record(encoded, key)
+        old = self._record(encoded, committed=self.table.holds(key.tag, key.bit))
         if old is not None and not replace:
             self._recency.touch(key.tag)
             return PutRefusal.HELD
@@ -159,14 +159,14 @@ class Card:
         now_ns = self._pressure.now_ns if now_ns is None else now_ns
         del self._flying[plan.encoded_key]
         self._flying_slots -= plan.fragments
-        account = self._accounts.of(plan.key.namespace)
-        account.in_flight -= plan.fragments
+        (account := self._accounts.of(plan.key.namespace)).in_flight -= plan.fragments
         if error is not None:
             self.departures.refused(plan.encoded_key, Reason.FAILED)
             self._chunk_rests(plan.encoded_key)
             self._give(plan.extents)
             return
-        old = self._record(plan.encoded_key, plan.key if self.table.is_exact else None)  # no slot may be lost
+        is_listed = not self.table.is_exact or self.table.holds(plan.key.tag, plan.key.bit)  # no slot may be lost
+        old = self._record(plan.encoded_key, committed=is_listed)
         ghost = None
         if old is not None:
             self.departures.left(plan.encoded_key, Reason.REPLACED, old.generation)
@@ -174,7 +174,7 @@ class Card:
             if old.generation not in self._uncommitted or old.generation in self._in_place:
                 self._in_place[plan.generation] = True
         record = Record(plan.generation, plan.length, plan.family, plan.position, plan.extents)
-        self._overlay.set(plan.encoded_key, record, ghost)
+        self._overlay.set(plan.encoded_key, record, ghost, is_new=old is None and not is_listed)
         self._uncommitted[plan.generation] = plan
         self._used_slots += plan.fragments
         account.came(plan.fragments)
@@ -435,10 +435,10 @@ class Card:
         fragments = self.geometry.fragments(record.length)
         return GetPlan(key, encoded, *record[:4], fragments, record.extents)
 
-    def _record(self, encoded: bytes, key: ObjectKey | None = None) -> Record | None:
-        """The present record; an index that cannot be read makes a miss. With `key` the lookup table is asked first."""
+    def _record(self, encoded: bytes, *, committed: bool = True) -> Record | None:
+        """The present record, of what waits alone if it is not `committed`; an index that cannot be read makes a miss."""
         try:
-            return self._overlay.record(encoded, committed=key is None or self.table.holds(key.tag, key.bit))
+            return self._overlay.record(encoded, committed=committed)
         except MediumError as error:
             self._counters["index_errors"] += 1
             self._sparse_log.warning("%s", error)
@@ -504,7 +504,7 @@ class Card:
             self._make_room(account.lacking_slots, account.chooser, account.objects, now_ns, budget)
 
     def _make_room(self, lacks: Callable[[], int], chooser: Chooser, objects: int, now_ns: int, budget: Budget) -> None:
-        view = Present(self._index, self._overlay, self._busy_chunks, self._pins, objects)
+        view = Present(self._index, self._overlay, self.table, self._busy_chunks, self._pins, objects)
         try:
             while lacks() > 0 and self._evictable():
                 chunk = chooser.next_chunk(view, budget)

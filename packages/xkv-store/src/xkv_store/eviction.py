@@ -42,13 +42,13 @@ class View(Protocol):
     def order_from(self, order_key: bytes, limit: int, end: bytes) -> list[tuple[bytes, bytes]]:
         """(order key, object key) from `order_key` to before `end`."""
 
-    def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
-        """The present objects of a chunk."""
+    def chunk(self, key: bytes) -> list[tuple[bytes, Record]]:
+        """The present objects of the chunk that an object belongs to."""
 
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
         """Whether something of the chunk is being read or written."""
 
-    def refile(self, key: bytes, record: Record) -> None:
+    def refile(self, key: bytes, record: Record, former: Record) -> None:
         """The object has another place in the order, that of `record`; `Chooser.came` hears when it stands there."""
 
 
@@ -227,7 +227,7 @@ class Chooser:
     def _consider(self, view: View, entry: _Entry) -> list[tuple[bytes, Record]] | None:
         key, recency = entry.key, self._recency
         chunk_key = key[:-RANK_BYTES]
-        chunk = view.chunk(chunk_key)
+        chunk = view.chunk(key)
         own = None
         for rank_key, record in chunk:
             if rank_key == key:
@@ -245,7 +245,7 @@ class Chooser:
         if asked > entry.filed:
             family = FAMILY_OF_KIND[kind or AGAIN_KIND] | asked
             for rank_key, record in chunk:
-                view.refile(rank_key, record._replace(family=family))
+                view.refile(rank_key, record._replace(family=family), record)
             return None
         for tag in tags:
             recency.left(tag, entry.filed, max(uses, USES_OF_KIND[kind]))

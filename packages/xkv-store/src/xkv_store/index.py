@@ -41,6 +41,7 @@ READERS_MAX = 8  # transactions of this one process
 LOCK_BYTES = 4_096  # of LMDB's lock file: more than that many readers take
 
 CLOSED = bytes(16)
+NOWHERE = b""  # in the order: there is no such object
 _COUNTER_MAX = (1 << 63) - 1  # of generations and boots: more were never counted, and none can overflow
 _DOUBTED = "doubted"  # a file in the environment's folder while nobody may rely on it
 
@@ -64,10 +65,14 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class SetObject:
-    """The object `key` is now what `record` (packed) says, whatever it was before."""
+    """The object `key` is now what `record` (packed) says, whatever it was before.
+
+    `stood`, here and below: at which key of the order until then, NOWHERE where there was none; None: that is looked up.
+    """
 
     key: bytes
     record: bytes
+    stood: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class MoveObject:
 
     key: bytes
     record: bytes
+    stood: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +89,7 @@ class RemoveObject:
     """There is no object `key` any more, whatever it was before."""
 
     key: bytes
+    stood: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -376,23 +383,27 @@ class Index:
 
     def _apply_one(self, transaction: lmdb.Transaction[bytes], change: Change) -> None:
         match change:
-            case SetObject(key, record) | MoveObject(key, record):
-                self._forget_order(transaction, key)
+            case SetObject(key, record, stood) | MoveObject(key, record, stood):
+                self._forget_order(transaction, key, stood)
                 transaction.put(key, record, db=self._objects)
                 transaction.put(order_key_of(record), key, db=self._order)
-            case RemoveObject(key):
-                self._forget_order(transaction, key)
+            case RemoveObject(key, stood):
+                self._forget_order(transaction, key, stood)
                 transaction.delete(key, db=self._objects)
             case SetNamespace(namespace, descriptor):
                 transaction.put(namespace, descriptor, db=self._namespaces)
             case RemoveNamespace(namespace):
                 transaction.delete(namespace, db=self._namespaces)
 
-    def _forget_order(self, transaction: lmdb.Transaction[bytes], key: bytes) -> None:
-        old = transaction.get(key, db=self._objects)
-        if old is not None:
-            with suppress(BadBytesError):  # such a record's entry in the order leads nowhere, and is passed over
-                transaction.delete(order_key_of(old), db=self._order)
+    def _forget_order(self, transaction: lmdb.Transaction[bytes], key: bytes, stood: bytes | None) -> None:
+        if stood is None:
+            old = transaction.get(key, db=self._objects)
+            stood = NOWHERE
+            if old is not None:
+                with suppress(BadBytesError):  # such a record's entry in the order leads nowhere, and is passed over
+                    stood = order_key_of(old)
+        if stood != NOWHERE:
+            transaction.delete(stood, db=self._order)
 
     def _grow(self) -> bool:
         """Double the map within its bound: 16 times what the card's slots need is more than any index uses."""

@@ -7,14 +7,16 @@ know slots, the medium, the table or policy. Main thread only; the committer see
 import hashlib
 from collections import deque
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from .errors import MediumError
+from .errors import MediumError, PeerError
 from .geometry import RANK_MAX
-from .index import Change, Index, MoveObject, RemoveNamespace, RemoveObject, SetNamespace, SetObject
-from .layout import BadBytesError, Record, order_key_of, pack_record, parse_record
+from .index import NOWHERE, Change, Index, MoveObject, RemoveNamespace, RemoveObject, SetNamespace, SetObject
+from .key import RANK_BYTES, encoded_entry
+from .layout import BadBytesError, Record, order_key_of, pack_order_key, pack_record, parse_record
 from .limbo import Ghost
+from .table import TableWriter
 
 CHANGES_PER_BATCH_MAX = 4_096  # a transaction of some 20 ms: what a confirmation may wait for another
 CHANGES_QUEUED_MAX = 65_536  # beyond this nothing new is admitted: the index does not keep up, or fails
@@ -100,18 +102,20 @@ class Overlay:
         entry = self._entries.get(key)
         return entry[1] if entry is not None else _parse(packed)
 
-    def set(self, key: bytes, record: Record, replaced: Ghost | None) -> None:
-        """Queue an object."""
+    def set(self, key: bytes, record: Record, replaced: Ghost | None, *, is_new: bool = False) -> None:
+        """Queue an object. `is_new`: it is certain that there is none of that key, or will be none by then."""
         ghosts = [replaced] if replaced is not None else []
-        self._push(key, Step(SetObject(key, pack_record(record)), record.generation, ghosts), record)
+        stood = NOWHERE if is_new else _place_of(replaced.record) if replaced is not None else None
+        self._push(key, Step(SetObject(key, pack_record(record), stood), record.generation, ghosts), record)
 
-    def move(self, key: bytes, record: Record) -> None:
+    def move(self, key: bytes, record: Record, former: Record | None = None) -> None:
         """Queue another place in the order for an object that is committed. Where that fails, it keeps its old one."""
-        self._push(key, Step(MoveObject(key, pack_record(record))), record)
+        stood = _place_of(former) if former is not None else None
+        self._push(key, Step(MoveObject(key, pack_record(record), stood)), record)
 
     def remove(self, key: bytes, ghost: Ghost) -> None:
-        """Queue an object's removal."""
-        self._push(key, Step(RemoveObject(key), 0, [ghost]), None)
+        """Queue the removal of the present object of that key, which is `ghost` from now on."""
+        self._push(key, Step(RemoveObject(key, _place_of(ghost.record)), 0, [ghost]), None)
 
     def set_namespace(self, namespace: bytes, descriptor: bytes) -> None:
         """Queue a namespace's descriptor, unless it is known. Of many that wait, the newest are written."""
@@ -188,6 +192,9 @@ class Overlay:
             elif isinstance(step.change, MoveObject):
                 self._drop(step)
         self._queue.extendleft(reversed(again))
+        for step in self._queue:  # it was told on the assumption that all before it is done
+            if not isinstance(step.change, SetNamespace | RemoveNamespace):
+                step.change = replace(step.change, stood=None)
         self._undo_namespaces(batch)
         return undone
 
@@ -239,6 +246,7 @@ class Present:
 
     index: Index
     overlay: Overlay
+    table: TableWriter
     busy_chunks: Container[bytes]  # with an object that is being put, or not yet committed
     pinned: Container[int]  # generations that are being read
     objects: int  # of those that may leave
@@ -247,20 +255,40 @@ class Present:
         """(order key, object key) of the next committed objects."""
         return self.index.order_from(order_key, limit, end)
 
-    def chunk(self, chunk_key: bytes) -> list[tuple[bytes, Record]]:
-        """The present objects of a chunk."""
-        return self.overlay.chunk(chunk_key, RANK_MAX + 1)
+    def chunk(self, key: bytes) -> list[tuple[bytes, Record]]:
+        """The present objects of the chunk that an object belongs to. Each look into the index costs: here often one."""
+        if self._is_alone(key):
+            record = self.overlay.record(key)
+            return [(key, record)] if record is not None else []
+        return self.overlay.chunk(key[:-RANK_BYTES], RANK_MAX + 1)
 
     def held(self, chunk_key: bytes, chunk: list[tuple[bytes, Record]]) -> bool:
         """Whether the chunk must stay for now."""
         return chunk_key in self.busy_chunks or any(record.generation in self.pinned for _, record in chunk)
 
-    def refile(self, key: bytes, record: Record) -> None:
+    def refile(self, key: bytes, record: Record, former: Record) -> None:
         """The object has another place in the order."""
-        self.overlay.move(key, record)
+        self.overlay.move(key, record, former)
+
+    def _is_alone(self, key: bytes) -> bool:
+        """Whether the lookup table knows of this rank's object and of no other of the chunk.
+
+        One of a rank on another page of ranks may be there: it is found, and leaves, in its own place.
+        """
+        try:
+            tag, bit = encoded_entry(key)
+        except PeerError:
+            return False
+        answer = self.table.get(tag)
+        return answer is not None and answer[1] == bit
 
 
 _UNKNOWN = b""  # no descriptor's digest
+
+
+def _place_of(record: Record) -> bytes:
+    """Its key in the order."""
+    return pack_order_key(record.family, record.position, record.generation)
 
 
 def _digest(descriptor: bytes) -> bytes:
