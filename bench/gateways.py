@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from xkv_store.client import Attachment, Client, Role
 from xkv_store.geometry import FRAGMENT_BYTES
 from xkv_store.key import ObjectKey
+from xkv_store.tool import Tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 MIB: Final = 1 << 20
 READY_S_MAX: Final = 120.0  # far beyond any bar: a start that takes so long has failed
 END_S_MAX: Final = 30.0
+MEMORY_POLL_S: Final = 0.2
+MEMORY_POLLS_MAX: Final = 600
 LINGER_S: Final = 60.0  # a gateway whose benchmark was killed ends by itself
 ENGINE: Final = "bench"
 HEARTBEAT_MS_MAX: Final = 3_000
@@ -84,6 +87,15 @@ class BenchGateway:
             yield
         finally:
             os.kill(self.pid, signal.SIGCONT)
+
+    def await_memory(self) -> None:
+        """Until databases in memory have all of theirs, as on a card that has been full."""
+        with closing(Tool(self.socket)) as tool:
+            for _ in range(MEMORY_POLLS_MAX):
+                if all(one["memory"] != "taking" for one in json.loads(tool.status())["databases"]):
+                    return
+                time.sleep(MEMORY_POLL_S)
+        raise TimeoutError("the memory of the card's databases does not come")
 
     def cpu_s(self) -> float:
         """CPU seconds that the process has used, all threads."""

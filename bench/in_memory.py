@@ -60,6 +60,7 @@ def _card(folder: Path, databases: int, runs: int, copy: Copy, part: Part) -> No
     capacity = int(sum(load.total for load in LOADS) * runs * OVERFILL)
     words = ("--capacity", str(capacity), "--databases", str(databases))
     with running(folder, *words) as gateway:
+        gateway.await_memory()
         client = gateway.attach(ring_bytes=RING_BYTES)
         fill(client)
         for load in LOADS:

@@ -108,6 +108,7 @@ def _compare(folder: Path, release: Release, load: Load, repeats: int) -> tuple[
         running(folder, "--capacity", str(int(load.total * OVERFILL))) as gateway,
         _theirs(files, release) as theirs,
     ):
+        gateway.await_memory()
         client = gateway.attach(ring_bytes=RING_BYTES)
         fill(client)
         put(client, load, 0)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import libcachesim
 
 from xkv_store.eviction import Budget, Chooser
-from xkv_store.key import RANK_BYTES, ObjectKey
+from xkv_store.key import ObjectKey
 from xkv_store.layout import Record, pack_order_key
 from xkv_store.recency import Recency, Weights
 from xkv_store.table import TableWriter

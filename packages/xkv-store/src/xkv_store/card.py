@@ -57,9 +57,10 @@ class Card:
         self.uuid, self.geometry = opened.card_uuid, opened.geometry
         self.boot_id, self.folder = uuid.uuid4().bytes, options.folder
         self._lock_fd, self._databases = opened.lock_fd, opened.databases
+        for database in opened.databases:
+            database.take_memory()
         self._medium = Medium(opened.databases, opened.geometry, opened.card_uuid)
-        self._index = opened.index
-        self._boots, self._rebuilt = opened.boots, opened.rebuilt
+        self._index, self._boots, self._rebuilt = opened.index, opened.boots, opened.rebuilt
         self._grace_ns = options.grace_ms * 1_000_000
         self._overlay, self._limbo = Overlay(opened.index), Limbo()
         self._allocators: list[SlotAllocator] = opened.loaded.allocators()
@@ -86,8 +87,7 @@ class Card:
         self._accounts.load(loaded.namespaces)
         self.contents = Contents(opened.index, self._overlay, self._accounts)
         self._flying_slots = self._commit_after_ns = 0
-        self.departures, self._sparse_log = opened.departures, SparseLog(log)
-        self._counters: Counter[str] = Counter()
+        self.departures, self._sparse_log, self._counters = opened.departures, SparseLog(log), Counter[str]()
 
     @classmethod
     def open(cls, options: CardOptions) -> "Card":
@@ -355,8 +355,8 @@ class Card:
             "index_map_bytes": self._index.map_bytes(),
             **self._accounts.status(),
             "databases": [
-                {"path": str(database.path), "slots": database.superblock.slots, "direct": database.direct}
-                for database in self._databases
+                {"path": str(one.path), "slots": one.superblock.slots, "direct": one.direct, "memory": one.memory}
+                for one in self._databases
             ],
             "counters": self.counters(),
         }
@@ -436,7 +436,7 @@ class Card:
         return GetPlan(key, encoded, *record[:4], fragments, record.extents)
 
     def _record(self, encoded: bytes, *, committed: bool = True) -> Record | None:
-        """The present record, of what waits alone if it is not `committed`; an index that cannot be read makes a miss."""
+        """The present record, of what waits alone if not `committed`; an index that cannot be read makes a miss."""
         try:
             return self._overlay.record(encoded, committed=committed)
         except MediumError as error:

@@ -21,7 +21,7 @@ from .card_folder import card_is_there
 from .card_options import GRACE_MS_DEFAULT, GRACE_MS_MAX
 from .console import Output
 from .errors import UserError
-from .gateway import Gateway, GatewayOptions
+from .gateway import Gateway, GatewayOptions, spare_garbage_collection
 from .geometry import DATABASES_MAX, SLOT_BYTES
 from .io_pool import IO_THREADS_DEFAULT, IO_THREADS_MAX
 from .quotas import Quotas
@@ -191,6 +191,7 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     try:
         status = gateway.open()
         output.value({"ready": True, **status}, _ready_line(status))
+        spare_garbage_collection()
         gateway.run()
     finally:
         gateway.close()

@@ -20,7 +20,7 @@ from .card_lock import CardInUseError
 from .card_options import GRACE_MS_DEFAULT
 from .embedded import LOG_BYTES_MAX, LOG_NAME
 from .errors import MediumError, UserError
-from .gateway import LINGER_S_DEFAULT, Gateway, GatewayOptions
+from .gateway import LINGER_S_DEFAULT, Gateway, GatewayOptions, spare_garbage_collection
 from .io_pool import IO_THREADS_DEFAULT
 from .private_files import open_private
 from .remote_address import RemoteAddress
@@ -91,6 +91,7 @@ def _serve(options: argparse.Namespace) -> None:
     )
     try:
         log.info("serving %s", gateway.open(card_first=True))
+        spare_garbage_collection()
         gateway.run()
     finally:
         gateway.close()

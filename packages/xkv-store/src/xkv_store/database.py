@@ -27,8 +27,9 @@ from .geometry import (
     SUPERBLOCK_COPY_OFFSET,
     Geometry,
 )
-from .huge_pages import Mapping
+from .huge_pages import Mapping, is_memory
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
+from .memory_taker import MemoryTaker
 from .native import UnreachableError, library
 from .private_files import database_path, open_private
 
@@ -61,6 +62,7 @@ class Database:
         self.superblock = superblock
         self.direct = direct
         self._fd = fd
+        self._memory = MemoryTaker(fd, _database_bytes(superblock))
 
     @classmethod
     def make(cls, path: Path, superblock: Superblock) -> None:
@@ -203,8 +205,18 @@ class Database:
         except OSError as error:
             raise MediumError.of(error, f"syncing {self.path}") from error
 
+    def take_memory(self) -> None:
+        """From now on a database in memory is given all that it has room for, while it is used."""
+        self._memory.begin()
+
+    @property
+    def memory(self) -> str | None:
+        """`taking` while that goes on, then `taken`; None for a database on a device."""
+        return self._memory.word
+
     def close(self) -> None:
         """Close the descriptor; nothing may be in flight."""
+        self._memory.close()
         os.close(self._fd)
         if self._claim_fd != self._fd:
             os.close(self._claim_fd)
@@ -355,8 +367,10 @@ def _database_bytes(superblock: Superblock) -> int:
 def _use_huge_pages(fd: int, needed: int) -> None:
     """Let a file that is memory (on a tmpfs) lie in huge pages: each copy in or out of it then costs half as much.
 
-    The kernel refuses for any other file, at the first piece. It takes at most as long as taking small pages does.
+    It takes at most as long as taking small pages does; what is not done then is done while it is used (MemoryTaker).
     """
+    if not is_memory(fd):
+        return
     if os.fstat(fd).st_size < needed:
         os.ftruncate(fd, needed)
     try:

@@ -19,7 +19,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 _POPULATE_READ: Final = 22
 _COLLAPSE: Final = 25
 _TOUCHED_BYTES: Final = 4_096
+_TMPFS: Final = 0x01021994  # linux/magic.h; the first word of a struct statfs (statfs(2))…
+_STATFS_WORDS: Final = 32  # …which has 15
 
 
 class Mapping:
@@ -47,12 +49,18 @@ class Mapping:
         weakref.finalize(owner, _libc().munmap, self._address, size_bytes).atexit = False
         self.memory = memoryview(owner).cast("B")
 
-    def use_huge_pages(self, parts: Iterable[range], *, seconds_max: float = SECONDS_MAX) -> int:
+    def use_huge_pages(
+        self,
+        parts: Iterable[range],
+        *,
+        seconds_max: float = SECONDS_MAX,
+        unwanted: Callable[[], bool] = lambda: False,
+    ) -> int:
         """Let these bytes lie in huge pages, as far as the kernel can; how many do then.
 
         What is there stays as it is, and others may use it meanwhile. The memory is taken now, if it was not. A huge
         page at the edge of a part reaches beyond it. Where the kernel has none to give, or does not know how, or it
-        takes longer than `seconds_max`, the rest stays in small pages. Raises nothing.
+        takes longer than `seconds_max`, or is `unwanted` meanwhile, the rest stays in small pages. Raises nothing.
         """
         until_s = time.monotonic() + seconds_max
         pieces = _pieces(parts, len(self.memory) // HUGE_PAGE_BYTES)
@@ -63,7 +71,7 @@ class Mapping:
             if problem not in {0, errno.EAGAIN}:  # EAGAIN: somebody uses a page of that piece just now
                 log.debug("no more huge pages: %s", os.strerror(problem))
                 break
-            if time.monotonic() > until_s:
+            if time.monotonic() > until_s or unwanted():
                 break
         level = logging.INFO if taken else logging.DEBUG
         log.log(level, "%d of %d MiB lie in huge pages", _mib(taken), _mib(sum(map(len, pieces))))
@@ -75,6 +83,12 @@ class Mapping:
         if libc.madvise(start, _TOUCHED_BYTES, _POPULATE_READ):  # a piece without any page would be refused
             return ctypes.get_errno()
         return ctypes.get_errno() if libc.madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) else 0
+
+
+def is_memory(fd: int) -> bool:
+    """Whether a file lies on a tmpfs."""
+    found = (ctypes.c_long * _STATFS_WORDS)()
+    return not _libc().fstatfs(fd, ctypes.byref(found)) and found[0] == _TMPFS
 
 
 def _mib(pieces: int) -> int:
@@ -122,4 +136,5 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes, libc.mmap.restype = (pointer, size, number, number, number, ctypes.c_int64), pointer
     libc.munmap.argtypes, libc.munmap.restype = (pointer, size), number
     libc.madvise.argtypes, libc.madvise.restype = (pointer, size, number), number
+    libc.fstatfs.argtypes, libc.fstatfs.restype = (number, pointer), number
     return libc

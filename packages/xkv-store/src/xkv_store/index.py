@@ -67,7 +67,7 @@ class Meta:
 class SetObject:
     """The object `key` is now what `record` (packed) says, whatever it was before.
 
-    `stood`, here and below: at which key of the order until then, NOWHERE where there was none; None: that is looked up.
+    `stood`, here and below: its key in the order until then, NOWHERE where it had none; None: that is looked up.
     """
 
     key: bytes

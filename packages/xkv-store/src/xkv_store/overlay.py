@@ -256,7 +256,7 @@ class Present:
         return self.index.order_from(order_key, limit, end)
 
     def chunk(self, key: bytes) -> list[tuple[bytes, Record]]:
-        """The present objects of the chunk that an object belongs to. Each look into the index costs: here often one."""
+        """The present objects of the chunk that an object belongs to; a lone one is a single look into the index."""
         if self._is_alone(key):
             record = self.overlay.record(key)
             return [(key, record)] if record is not None else []

@@ -6,7 +6,7 @@ index anew from slot headers. Must not know locks, sessions, or what happens aft
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -92,8 +92,14 @@ def survey(index: Index, slots: Sequence[int], geometry: Geometry) -> tuple[npt.
 
 def _check(index: Index, objects: int, slots: Sequence[int], geometry: Geometry) -> "tuple[_Columns, Used]":
     columns = _Columns(objects)
-    for keys, records in index.scan(SCAN_BATCH):
-        columns.add(keys, records)
+    with ThreadPoolExecutor(1, "xkv-columns") as pool:  # beside the next batch's reading
+        former: Future[None] | None = None
+        for keys, records in index.scan(SCAN_BATCH):
+            if former is not None:
+                former.result()
+            former = pool.submit(columns.add, keys, records)
+        if former is not None:
+            former.result()
     columns.check_generations()
     return columns, columns.check_extents(slots, geometry)
 
