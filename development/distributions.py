@@ -30,7 +30,7 @@ __all__ = ["Package", "build", "faults", "main", "packages", "version_faults", "
 
 BUILD_S_MAX: Final = 120  # a second each on a quiet machine
 SOURCES: Final = (".py", ".typed")  # all that a package is made of
-LIBRARY: Final = "libxkv.so.1"  # of the package that has `native/`, where there is a C compiler
+LIBRARY: Final = "libxkv.so.2"  # of the package that has `native/`, where there is a C compiler
 BUILD_PARTS: Final = ("hatch_build.py", "native/build.py", "native/xkv.c")  # what it is made of, in that one's sdist
 ARCHIVE_TEXTS: Final = (".gitignore", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml")
 METADATA: Final = ("METADATA", "RECORD", "WHEEL", "licenses/LICENSE")

@@ -138,7 +138,7 @@ def test_a_bare_run_holds_every_supported_release(loaded: ModuleType) -> None:
 
 MADE = (
     *(".xkv/x", ".git/x", "compat/src/__pycache__/a.pyc", "compat/.hidden", "compat/x.egg-info/PKG-INFO", "results/x"),
-    "packages/xkv-store/src/xkv_store/libxkv.so.1",
+    "packages/xkv-store/src/xkv_store/libxkv.so.2",
     *("gate.json", "uv.lock", "dist/x.tar", "x-1.whl", "my-venv/pyvenv.cfg", "my-venv/lib/x.py", "compat/src/b.pyc"),
 )
 SOURCES = (

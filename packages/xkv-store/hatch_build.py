@@ -14,7 +14,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARY = "libxkv.so.1"
+LIBRARY = "libxkv.so.2"
 
 
 class LibraryHook(BuildHookInterface[Any]):

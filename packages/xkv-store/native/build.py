@@ -20,7 +20,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "xkv.c"
-LIBRARY = "libxkv.so.1"  # as `xkv_store.native` has it; no name that Python could take for a module
+LIBRARY = "libxkv.so.2"  # as `xkv_store.native` has it; no name that Python could take for a module
 BESIDE = HERE.parent / "src" / "xkv_store" / LIBRARY
 EXIT_NONE = 3
 COMPILE_S_MAX = 120  # a second on a quiet machine

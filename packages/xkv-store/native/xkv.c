@@ -1,7 +1,8 @@
-/* Checksums of many payloads in one call; reads and copies whose payloads are summed while they are in the core's cache.
+/* Many slots in one call: read or copied and proved, sealed and written, while they are in the core's cache.
  *
- * Owns: XXH3-64 (seed 0, default secret) of inputs of more than 240 bytes, and preadv with it. Must not know: what a
- * slot says, Python, or what an error is good for. It allocates nothing, keeps nothing, and any thread may call it.
+ * Owns: XXH3-64 (seed 0, default secret) of inputs of more than 240 bytes, and preadv and pwritev with it. Must not
+ * know: the format of a header (it is told by a template, and where the numbers stand that differ from slot to slot),
+ * Python, or what an error is good for. It allocates nothing, keeps nothing, and any thread may call it.
  *
  * Written from the specification of the algorithm, "xxHash fast digest algorithm", version 0.2.0 (XXH3,
  * doc/xxhash_spec.md of the project xxHash); numbers and steps have its names. `xkv_store.native` proves it against
@@ -179,18 +180,105 @@ static uint64_t ended(uint64_t *lanes, const uint8_t *input, size_t bytes) {
     return sum ^ sum >> 32;
 }
 
-/* The checksums of `count` inputs; 0 for one of less than 241 bytes. */
-EXPORTED void xkv_checksums(size_t count, const uint64_t *addresses, const uint64_t *bytes, uint64_t *sums) {
+static uint64_t checksum(const uint8_t *input, size_t bytes) {
+    uint64_t lanes[LANES];
+    memcpy(lanes, first_lanes, sizeof lanes);
+    add_blocks(lanes, input, whole_blocks(bytes));
+    return ended(lanes, input, bytes);
+}
+
+/* A sum that is made as its input comes. */
+struct coming {
+    uint64_t lanes[LANES];
+    size_t blocks;
+};
+
+static void begin(struct coming *sum) {
+    memcpy(sum->lanes, first_lanes, sizeof sum->lanes);
+    sum->blocks = 0;
+}
+
+/* So many bytes of the input, of `bytes` in all, have come. */
+static void go_on(struct coming *sum, const uint8_t *input, size_t bytes, size_t come) {
+    size_t blocks = come / BLOCK_BYTES;
+    if (blocks > whole_blocks(bytes))
+        blocks = whole_blocks(bytes);
+    add_blocks(sum->lanes, input + sum->blocks * BLOCK_BYTES, blocks - sum->blocks);
+    sum->blocks = blocks;
+}
+
+/* The checksums of `count` inputs, each behind the first `skip` bytes of a buffer; 0 for one of less than 241 bytes. */
+EXPORTED void xkv_checksums(size_t count, uint64_t skip, const uint64_t *addresses, const uint64_t *bytes,
+                            uint64_t *sums) {
     for (size_t number = 0; number < count; number++) {
-        const uint8_t *input = (const uint8_t *)(uintptr_t)addresses[number];
-        uint64_t lanes[LANES];
-        sums[number] = 0;
-        if (bytes[number] < INPUT_BYTES_MIN)
-            continue;
-        memcpy(lanes, first_lanes, sizeof lanes);
-        add_blocks(lanes, input, whole_blocks(bytes[number]));
-        sums[number] = ended(lanes, input, bytes[number]);
+        const uint8_t *input = (const uint8_t *)(uintptr_t)(addresses[number] + skip);
+        sums[number] = bytes[number] < INPUT_BYTES_MIN ? 0 : checksum(input, bytes[number]);
     }
+}
+
+/* --- headers ------------------------------------------------------------------------------------------------------ */
+
+#define HEADER_BYTES_MAX 4096
+
+/* Where in a header what stands, as Python says it. All else is the same in a template and in each slot. */
+struct form {
+    uint64_t bytes;            /* of a header; the last 8 are the checksum of all before */
+    uint64_t fragment_at;      /* 4 bytes */
+    uint64_t payload_bytes_at; /* 4 bytes */
+    uint64_t payload_sum_at;   /* 8 bytes */
+    uint64_t place_at, place_bytes; /* what may be another in a sound slot than in the template */
+};
+
+/* Headers of one call's slots. `step`: from one slot's template to the next one's; 0: one for all, which count on. */
+struct headers {
+    const struct form *form;
+    const uint8_t *templates;
+    uint64_t step;
+};
+
+static inline const uint8_t *template_of(const struct headers *headers, size_t number) {
+    return headers->templates + headers->step * number;
+}
+
+/* The header of slot `number`, all but its own checksum. */
+static void make(uint8_t *made, const struct headers *headers, size_t number, uint64_t payload_bytes, uint64_t sum) {
+    const struct form *form = headers->form;
+    uint32_t fragment, length = (uint32_t)payload_bytes;
+    memcpy(made, template_of(headers, number), form->bytes);
+    memcpy(&fragment, made + form->fragment_at, sizeof fragment);
+    fragment += headers->step ? 0 : (uint32_t)number;
+    memcpy(made + form->fragment_at, &fragment, sizeof fragment);
+    memcpy(made + form->payload_bytes_at, &length, sizeof length);
+    memcpy(made + form->payload_sum_at, &sum, sizeof sum);
+}
+
+static void sum_header(uint8_t *made, const struct form *form) {
+    uint64_t sum = checksum(made, form->bytes - sizeof sum);
+    memcpy(made + form->bytes - sizeof sum, &sum, sizeof sum);
+}
+
+/* Whether a slot says what it must, and nothing else; of a payload that is too short here, never. */
+static int is_proved(const uint8_t *slot, const struct headers *headers, size_t number, uint64_t payload_bytes,
+                     uint64_t sum) {
+    const struct form *form = headers->form;
+    uint8_t made[HEADER_BYTES_MAX];
+    if (payload_bytes < INPUT_BYTES_MIN)
+        return 0;
+    make(made, headers, number, payload_bytes, sum);
+    memcpy(made + form->place_at, slot + form->place_at, form->place_bytes);
+    sum_header(made, form);
+    return memcmp(made, slot, form->bytes) == 0;
+}
+
+/* Write a slot's header, and zeros behind its payload. */
+static void seal(uint8_t *slot, const struct headers *headers, size_t number, uint64_t bytes, uint64_t payload_bytes,
+                 uint64_t sum) {
+    const struct form *form = headers->form;
+    uint8_t made[HEADER_BYTES_MAX];
+    memset(slot + form->bytes + payload_bytes, 0, bytes - form->bytes - payload_bytes);
+    make(made, headers, number, payload_bytes, sum);
+    sum_header(made, form);
+    memcpy(slot, made, form->bytes);
 }
 
 /* --- copying ------------------------------------------------------------------------------------------------------ */
@@ -198,34 +286,35 @@ EXPORTED void xkv_checksums(size_t count, const uint64_t *addresses, const uint6
 #define COPIED_BYTES ((size_t)64 << 10) /* at a time: summed while the core's own cache has them */
 
 /* Copy `count` buffers, and sum each one's payload (`payload_bytes` of it, behind the first `skip`) where it is now; one
- * of less than 241 bytes gets 0.
+ * of less than 241 bytes gets 0. With a form: how many of them, from the first on, are proved where they are now.
  */
-EXPORTED void xkv_copy(uint64_t skip, size_t count, const uint64_t *from, const uint64_t *to, const uint64_t *bytes,
-                       const uint64_t *payload_bytes, uint64_t *sums) {
+EXPORTED int64_t xkv_copy(uint64_t skip, size_t count, const uint64_t *from, const uint64_t *to, const uint64_t *bytes,
+                          const uint64_t *payload_bytes, uint64_t *sums, const struct form *form,
+                          const uint8_t *templates, uint64_t template_step) {
+    const struct headers headers = {form, templates, template_step};
+    int64_t proved = 0;
     for (size_t number = 0; number < count; number++) {
         const uint8_t *source = (const uint8_t *)(uintptr_t)from[number];
         uint8_t *into = (uint8_t *)(uintptr_t)to[number];
-        size_t length = payload_bytes[number], whole = bytes[number], blocks_done = 0;
+        size_t length = payload_bytes[number], whole = bytes[number];
         int is_summed = length >= INPUT_BYTES_MIN;
-        uint64_t lanes[LANES];
-        memcpy(lanes, first_lanes, sizeof lanes);
+        struct coming sum;
+        begin(&sum);
         for (size_t done = 0; done < whole;) {
             size_t take = whole - done < COPIED_BYTES ? whole - done : COPIED_BYTES;
             memcpy(into + done, source + done, take);
             done += take;
-            if (is_summed && done > skip) {
-                size_t blocks = (done - skip) / BLOCK_BYTES;
-                if (blocks > whole_blocks(length))
-                    blocks = whole_blocks(length);
-                add_blocks(lanes, into + skip + blocks_done * BLOCK_BYTES, blocks - blocks_done);
-                blocks_done = blocks;
-            }
+            if (is_summed && done > skip)
+                go_on(&sum, into + skip, length, done - skip);
         }
-        sums[number] = is_summed ? ended(lanes, into + skip, length) : 0;
+        sums[number] = is_summed ? ended(sum.lanes, into + skip, length) : 0;
+        if (form && proved == (int64_t)number)
+            proved += is_proved(into, &headers, number, length, sums[number]);
     }
+    return proved;
 }
 
-/* --- reading ------------------------------------------------------------------------------------------------------ */
+/* --- reading and writing ------------------------------------------------------------------------------------------ */
 
 #define TMPFS_TYPE 0x01021994    /* linux/magic.h */
 
@@ -235,63 +324,114 @@ EXPORTED int xkv_in_memory(int fd) {
     return fstatfs(fd, &found) == 0 && found.f_type == TMPFS_TYPE;
 }
 
-#define PARTS_MAX 1024           /* buffers that the kernel takes in one call (UIO_MAXIOV) */
-#define CUT_SHORT 1
+#define BUFFERS_MAX 1024         /* that the kernel takes in one call (UIO_MAXIOV) */
+#define CUT_SHORT 0xFFFF         /* no errno: a call moved less than it was asked for */
 
-/* Read `count` buffers that lie one behind the other at `offset` of a file, at most `step_bytes` in a call, and sum
- * each one's payload (`payload_bytes` of it, behind the first `skip`) as soon as it has come; a payload of less than
- * 241 bytes gets 0.
+/* `count` buffers lie one behind the other at `offset` of a file, and at most `step_bytes` of them are moved at once. */
+struct part {
+    uint64_t fd, offset, count, step_bytes;
+};
+
+/* What ended everything: an errno or CUT_SHORT, and the number of the part in which it was. */
+static int64_t failed(size_t part, int code) { return -((int64_t)part << 16 | code); }
+
+/* One call's part of buffers that lie one behind the other in a file. */
+struct step {
+    struct iovec buffers[BUFFERS_MAX];
+    int used;
+    size_t bytes;
+    size_t next, next_done; /* behind it: the buffer that the next one begins in, and where */
+};
+
+/* At most `bytes_max` from byte `done` of buffer `first` on. */
+static void gather(struct step *step, size_t first, size_t done, size_t bytes_max, size_t count,
+                   const uint64_t *addresses, const uint64_t *bytes) {
+    step->used = 0;
+    step->bytes = 0;
+    while (first < count && step->used < BUFFERS_MAX && step->bytes < bytes_max) {
+        size_t take = bytes[first] - done;
+        if (take > bytes_max - step->bytes)
+            take = bytes_max - step->bytes;
+        step->buffers[step->used++] = (struct iovec){(void *)(uintptr_t)(addresses[first] + done), take};
+        step->bytes += take;
+        done += take;
+        if (done == bytes[first]) {
+            first++;
+            done = 0;
+        }
+    }
+    step->next = first;
+    step->next_done = done;
+}
+
+/* Read buffers, part by part, each part's first behind the last one's last; sum each one's payload (`payload_bytes` of it,
+ * behind the header) as soon as it has come, and prove its header by that.
  *
- * 0; or -errno of the call that failed; or CUT_SHORT where a call moved less than it was asked for: no sums then.
+ * How many of them, from the first on, are proved: what differs, or has a payload of less than 241 bytes, is not, nor
+ * is anything behind it. Or what has `failed`.
  */
-EXPORTED int xkv_read(int fd, uint64_t offset, uint64_t step_bytes, uint64_t skip, size_t count,
-                      const uint64_t *addresses, const uint64_t *bytes, const uint64_t *payload_bytes, uint64_t *sums) {
-    struct iovec parts[PARTS_MAX];
-    uint64_t lanes[LANES];
-    size_t blocks_done = 0;
+EXPORTED int64_t xkv_read(size_t parts, const struct part *part, const struct form *form, const uint8_t *templates,
+                          uint64_t template_step, const uint64_t *addresses, const uint64_t *bytes,
+                          const uint64_t *payload_bytes) {
+    const struct headers headers = {form, templates, template_step};
+    struct step step;
+    struct coming sum;
     size_t first = 0, first_done = 0; /* the buffer that is being read, and how much of it has come */
-    while (first < count) {
-        size_t next = first, next_done = first_done, wanted = 0;
-        int used = 0;
-        while (next < count && used < PARTS_MAX && wanted < step_bytes) {
-            size_t take = bytes[next] - next_done;
-            if (take > step_bytes - wanted)
-                take = step_bytes - wanted;
-            parts[used++] = (struct iovec){(void *)(uintptr_t)(addresses[next] + next_done), take};
-            wanted += take;
-            next_done += take;
-            if (next_done == bytes[next]) {
-                next++;
-                next_done = 0;
+    int64_t proved = 0;
+    for (size_t number = 0; number < parts; number++, part++) {
+        uint64_t offset = part->offset;
+        for (size_t end = first + part->count; first < end; offset += step.bytes) {
+            gather(&step, first, first_done, part->step_bytes, end, addresses, bytes);
+            ssize_t moved = preadv((int)part->fd, step.buffers, step.used, (off_t)offset);
+            if (moved < 0 || (size_t)moved != step.bytes)
+                return failed(number, moved < 0 ? errno : CUT_SHORT);
+            for (; first < step.next || (first == step.next && first_done < step.next_done); first++, first_done = 0) {
+                const uint8_t *slot = (const uint8_t *)(uintptr_t)addresses[first];
+                size_t length = payload_bytes[first], come = first < step.next ? bytes[first] : step.next_done;
+                int is_summed = length >= INPUT_BYTES_MIN && proved == (int64_t)first;
+                if (first_done == 0)
+                    begin(&sum);
+                if (is_summed && come > form->bytes)
+                    go_on(&sum, slot + form->bytes, length, come - form->bytes);
+                if (first == step.next) {
+                    first_done = step.next_done;
+                    break;
+                }
+                if (is_summed)
+                    proved += is_proved(slot, &headers, first, length, ended(sum.lanes, slot + form->bytes, length));
             }
         }
-        ssize_t moved = preadv(fd, parts, used, (off_t)offset);
-        if (moved < 0)
-            return -errno;
-        if ((size_t)moved != wanted)
-            return CUT_SHORT;
-        offset += wanted;
-        for (; first < next || (first == next && first_done < next_done); first++, first_done = 0) {
-            const uint8_t *payload = (const uint8_t *)(uintptr_t)(addresses[first] + skip);
-            size_t length = payload_bytes[first], come = first < next ? bytes[first] : next_done;
-            if (first_done == 0) {
-                memcpy(lanes, first_lanes, sizeof lanes);
-                blocks_done = 0;
-                sums[first] = 0;
+    }
+    return proved;
+}
+
+/* Seal buffers and write them, part by part, each part's first behind the last one's last.
+ *
+ * `sums`: of their payloads, where they are known; else of those alone that have less than 241 bytes. 0, or what has
+ * `failed`.
+ */
+EXPORTED int64_t xkv_write(size_t parts, const struct part *part, const struct form *form, const uint8_t *templates,
+                           uint64_t template_step, const uint64_t *addresses, const uint64_t *bytes,
+                           const uint64_t *payload_bytes, const uint64_t *sums, int are_known) {
+    const struct headers headers = {form, templates, template_step};
+    struct step step;
+    size_t first = 0, first_done = 0, sealed = 0;
+    for (size_t number = 0; number < parts; number++, part++) {
+        uint64_t offset = part->offset;
+        for (size_t end = first + part->count; first < end; offset += step.bytes) {
+            gather(&step, first, first_done, part->step_bytes, end, addresses, bytes);
+            for (; sealed < step.next || (sealed == step.next && step.next_done); sealed++) {
+                uint8_t *slot = (uint8_t *)(uintptr_t)addresses[sealed];
+                uint64_t length = payload_bytes[sealed];
+                int is_known = are_known || length < INPUT_BYTES_MIN;
+                uint64_t sum = is_known ? sums[sealed] : checksum(slot + form->bytes, length);
+                seal(slot, &headers, sealed, bytes[sealed], length, sum);
             }
-            if (length >= INPUT_BYTES_MIN && come > skip) {
-                size_t blocks = (come - skip) / BLOCK_BYTES;
-                if (blocks > whole_blocks(length))
-                    blocks = whole_blocks(length);
-                add_blocks(lanes, payload + blocks_done * BLOCK_BYTES, blocks - blocks_done);
-                blocks_done = blocks;
-                if (first < next)
-                    sums[first] = ended(lanes, payload, length);
-            }
-            if (first == next) {
-                first_done = next_done;
-                break;
-            }
+            ssize_t moved = pwritev((int)part->fd, step.buffers, step.used, (off_t)offset);
+            if (moved < 0 || (size_t)moved != step.bytes)
+                return failed(number, moved < 0 ? errno : CUT_SHORT);
+            first = step.next;
+            first_done = step.next_done;
         }
     }
     return 0;

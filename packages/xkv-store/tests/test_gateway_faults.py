@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from xkv_store import connections, control, io_pool, ring, wire
+from xkv_store import database as database_module
 from xkv_store import gateway as gateway_module
 from xkv_store.card import Card, CardOptions
 from xkv_store.database import Database
@@ -95,6 +96,7 @@ def fails(error: int) -> Callable[..., None]:
 
 def test_a_failed_write_is_a_failed_store_and_a_miss(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as broken:
+        broken.setattr(database_module, "library", lambda: None)  # it would go past this
         broken.setattr(Database, "write", fails(errno.EIO))
         assert peer.put(CONTENT, key_of(1)) is StoreStatus.FAILED
     assert peer.get(len(CONTENT), key_of(1))[0] is LoadStatus.MISS
@@ -119,6 +121,7 @@ def test_an_unreadable_object_leaves_the_card_and_a_passing_fault_does_not(
     """Hit, fail, hit, fail for ever: one failure by the object's own sectors makes it a miss."""
     assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
     with monkeypatch.context() as broken:
+        broken.setattr(database_module, "library", lambda: None)
         broken.setattr(Database, "read", fails(error))
         assert peer.get(len(CONTENT), key_of(1))[0] is LoadStatus.FAILED
     assert peer.get(len(CONTENT), key_of(1))[0] is next_status

@@ -41,6 +41,15 @@ def test_both_sides_see_the_same_bytes(ring: Ring) -> None:
     assert ring.identity == other.identity
 
 
+def test_some_of_its_slots_are_the_same_memory(ring: Ring) -> None:
+    views = ring.views((5, 2))
+    views[1][:3] = b"abc"
+    assert (bytes(ring.slot(2)[:3]), [len(view) for view in views]) == (b"abc", [SLOT, SLOT])
+    for wrong in ((8,), (-1, 2)):
+        with pytest.raises(IndexError):
+            ring.views(wrong)
+
+
 def test_nobody_can_make_it_shorter(ring: Ring) -> None:
     """A shorter file would kill the other process with SIGBUS."""
     for size in (0, 100 * SLOT):
@@ -104,10 +113,19 @@ def test_giving_back_twice_or_what_is_not_ours_is_our_bug() -> None:
     taken = region.take(2)
     assert taken is not None
     region.give(taken)
-    for slots in (taken, [9], [14], [12]):
+    for slots in (taken, [9], [14], [12], [8, 9], [13, 14], [10, 12]):
         with pytest.raises(AssertionError):
             region.give(slots)
     assert SlotRegion(0, 0).take(1) is None
+
+
+@pytest.mark.parametrize("again", [[1], [2, 3], [3, 4, 5]])
+def test_a_run_of_which_one_is_free_is_not_given_back(again: list[int]) -> None:
+    region = SlotRegion(0, 6)
+    assert region.take(6) is not None
+    region.give([1, 4, 3])
+    with pytest.raises(AssertionError, match="twice"):
+        region.give(again)
 
 
 @settings(max_examples=100)

@@ -214,6 +214,9 @@ def test_plain_messages_become_actions() -> None:
         put(2, put_object(10)),
         put(2, wire.PutObject(b"no key", 1, (11,), 0, 0, False)),
         put(1, put_object(11)),
+        put(2, put_object(12, 9, 13)),
+        put(2, put_object(12, 40, 13)),
+        put(2, put_object(11), put_object(12, 10, 13)),
         get(1, 9),
         get(1, 31, 31),
         get(1, 10),
@@ -227,6 +230,13 @@ def test_only_the_sessions_own_idle_slots_may_be_named(packet: bytes) -> None:
     assert refusal(done) is RefusedCode.PROTOCOL
     assert session.state is State.ENDING, "slot 10 is still being written"
     assert session.stored(1, [wire.StoredObject(0, StoreStatus.CONFIRMED)]) == [actions.Close()]
+
+
+def test_an_objects_slots_may_lie_in_both_regions() -> None:
+    slots = (STORES.first, LOADS.first, STORES.first + 1)
+    (start,) = attached().receive(get(1, *slots))
+    assert isinstance(start, actions.StartGet)
+    assert start.tasks[0].item.slots == slots
 
 
 def test_slots_are_the_clients_again_after_the_answer() -> None:

@@ -20,7 +20,6 @@ from .errors import CorruptObject, MediumError, UserError
 from .geometry import (
     DATA_OFFSET,
     DATABASES_MAX,
-    HEADER_BYTES,
     IO_STEP_BYTES,
     SLOTS_PER_DATABASE_MAX,
     SUPERBLOCK_BYTES,
@@ -30,8 +29,9 @@ from .geometry import (
 from .huge_pages import Mapping, is_memory
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
 from .memory_taker import MemoryTaker
-from .native import UnreachableError, library
+from .native import FilePlace, Headers, Native, PlaceError, UnreachableError, library
 from .private_files import database_path, open_private
+from .slots import Slots
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ class Database:
         self.direct = direct
         self._fd = fd
         self._memory = MemoryTaker(fd, _database_bytes(superblock))
+        by = library()
+        self._in_memory = by is not None and by.in_memory(fd)
 
     @classmethod
     def make(cls, path: Path, superblock: Superblock) -> None:
@@ -159,38 +161,18 @@ class Database:
         """Write neighbouring slots; only the last buffer may be shorter than a slot. MediumError."""
         self._move(os.pwritev, "writing", first_slot, buffers)
 
-    def read(
-        self, first_slot: int, buffers: Sequence[memoryview], payload_bytes: Sequence[int] | None = None
-    ) -> list[int] | None:
-        """Read neighbouring slots; only the last buffer may be shorter. MediumError; CorruptObject where cut.
+    def read(self, first_slot: int, buffers: Sequence[memoryview]) -> None:
+        """Read neighbouring slots; only the last buffer may be shorter. MediumError; CorruptObject where cut."""
+        self._move(os.preadv, "reading", first_slot, buffers)
 
-        `payload_bytes`: of each slot, behind its header; their checksums are returned where the library makes them.
+    def place(self, first_slot: int, count: int) -> FilePlace:
+        """Where neighbouring slots lie, for the library.
+
+        What comes or goes through the core's cache is moved in such parts that it is summed there.
         """
-        sums = None if payload_bytes is None else self._read_summed(first_slot, buffers, payload_bytes)
-        if sums is None:
-            self._move(os.preadv, "reading", first_slot, buffers)
-        return sums
-
-    def _read_summed(
-        self, first_slot: int, buffers: Sequence[memoryview], payload_bytes: Sequence[int]
-    ) -> list[int] | None:
-        """By the library. None: without it, in a class of tests, or where the kernel moved less than it was asked for.
-
-        Then nothing is known of the buffers, and Python reads them, from the first on.
-        """
-        found = library()
-        if found is None or type(self) is not Database:
-            return None
-        assert 0 <= first_slot <= self.superblock.slots - len(buffers)
-        offset = DATA_OFFSET + first_slot * self.superblock.slot_bytes
-        is_copy = not self.direct or found.in_memory(self._fd)
-        step_bytes = SUMMED_BYTES if is_copy else IO_BYTES_MAX
-        try:
-            return found.read(self._fd, offset, buffers, HEADER_BYTES, payload_bytes, step_bytes=step_bytes)
-        except OSError as error:
-            raise self._error(error, "reading", sum(map(len, buffers)), offset) from error
-        except UnreachableError:
-            return None
+        assert 0 <= first_slot <= self.superblock.slots - count
+        step_bytes = SUMMED_BYTES if self._in_memory or not self.direct else IO_BYTES_MAX
+        return FilePlace(self._fd, DATA_OFFSET + first_slot * self.superblock.slot_bytes, count, step_bytes)
 
     def read_fronts(self, first_slot: int, fronts: Sequence[memoryview]) -> None:
         """Read the first I/O step of neighbouring slots, each into its own buffer (for a scan)."""
@@ -269,7 +251,7 @@ class Database:
             try:
                 moved = call(self._fd, _rest(buffers, done) if done else buffers, offset + done)
             except OSError as error:
-                raise self._error(error, doing, wanted, offset) from error
+                raise self.error(error, doing, wanted, offset) from error
             if done + moved < wanted:
                 # A short move. With O_DIRECT the next one must begin on a step again.
                 kept = moved - (moved % IO_STEP_BYTES if self.direct else 0)
@@ -280,8 +262,60 @@ class Database:
                 moved = kept
             done += moved
 
-    def _error(self, error: OSError, doing: str, wanted: int, offset: int) -> MediumError:
+    def error(self, error: OSError, doing: str, wanted: int, offset: int) -> MediumError:
+        """What that error of the system means."""
         return MediumError.of(error, f"{doing} {wanted} bytes at {offset} of {self.path}")
+
+
+Place: TypeAlias = tuple[Database, int, int]  # and the first of some neighbouring slots, and how many
+
+
+def read_proving(places: Sequence[Place], buffers: Sequence[memoryview], headers: Headers) -> int | None:
+    """Read slots from these places, one place's behind the other's, and prove them as they come. MediumError.
+
+    How many of the buffers, from the first on, are proved; of the others nothing is known. None: all is to be read by
+    `Database.read`, and proved then.
+    """
+    by = _library_for(places)
+    if by is None:
+        return None
+    try:
+        return by.read([database.place(slot, count) for database, slot, count in places], buffers, headers)
+    except PlaceError as error:
+        raise _error_at(places, error, "reading", buffers) from error
+    except UnreachableError:
+        return None
+
+
+def seal_and_write(
+    places: Sequence[Place], buffers: Sequence[memoryview], headers: Headers, sums: Sequence[int] | None = None
+) -> bool:
+    """Seal slots and write them to these places, one place's behind the other's. MediumError.
+
+    `sums`: of their payloads, where they are known. False: all is to be sealed, and written by `Database.write`.
+    """
+    by = _library_for(places)
+    if by is None:
+        return False
+    try:
+        return by.write([database.place(slot, count) for database, slot, count in places], buffers, headers, sums)
+    except PlaceError as error:
+        raise _error_at(places, error, "writing", buffers) from error
+    except UnreachableError:
+        return False
+
+
+def _library_for(places: Sequence[Place]) -> Native | None:
+    """None without it, and for databases of a class of tests, which have their own means."""
+    found = library()
+    return found if all(type(database) is Database for database, _, _ in places) else None
+
+
+def _error_at(places: Sequence[Place], error: PlaceError, doing: str, buffers: Sequence[memoryview]) -> MediumError:
+    begin = sum(count for _, _, count in places[: error.place])
+    database, slot, count = places[error.place]
+    wanted = sum(map(len, buffers[begin : begin + count]))
+    return database.error(error, doing, wanted, database.place(slot, count).offset)
 
 
 def read_superblock(path: Path) -> Superblock:
@@ -354,10 +388,9 @@ def aligned(buffer_bytes: int) -> memoryview:
     return memoryview(mmap.mmap(-1, buffer_bytes))
 
 
-def aligned_slots(count: int, slot_bytes: int) -> list[memoryview]:
+def aligned_slots(count: int, slot_bytes: int) -> Slots:
     """Zeroed slots that O_DIRECT accepts and nobody else can reach."""
-    memory = aligned(count * slot_bytes)
-    return [memory[at : at + slot_bytes] for at in range(0, len(memory), slot_bytes)]
+    return Slots(aligned(count * slot_bytes), slot_bytes, range(count))
 
 
 def _database_bytes(superblock: Superblock) -> int:

@@ -25,7 +25,8 @@ from .layout import (
     parse_slot_header,
     place_in_slot_header,
 )
-from .native import payload_checksums
+from .native import Headers, payload_checksums
+from .slots import Sizes, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -134,7 +135,7 @@ class ObjectSlots:
 
     def seal(
         self, slots: Sequence[memoryview], first_fragment: int, sums: Sequence[int] | None = None
-    ) -> list[memoryview]:
+    ) -> Sequence[memoryview]:
         """Make the headers of the fragments from `first_fragment` on, whose payloads are in `slots`, in place.
 
         `sums`: the payloads' checksums, where they were made before: what has changed since is then found by whoever
@@ -144,7 +145,7 @@ class ObjectSlots:
         """
         views = filled(slots, self._identity.length, self._geometry, first_fragment)
         payload_bytes = self.payload_bytes(len(slots), first_fragment)
-        end = HEADER_BYTES + payload_bytes[-1]
+        end = HEADER_BYTES + payload_bytes.last
         if len(views[-1]) > end:
             views[-1][end:] = bytes(len(views[-1]) - end)
         if sums is None:
@@ -171,16 +172,26 @@ class ObjectSlots:
             if bytes(slot[:HEADER_BYTES]) != header:
                 prove(slot, self._identity, self._geometry, fragment)
 
-    def payload_bytes(self, count: int, first_fragment: int) -> list[int]:
+    def payload_bytes(self, count: int, first_fragment: int) -> Sizes:
         """Payload bytes of each of these fragments; all but an object's last are full."""
         geometry, last = self._geometry, first_fragment + count - 1
-        return [geometry.fragment_bytes] * (count - 1) + [geometry.payload_bytes(self._identity.length, last)]
+        return Sizes(count, geometry.fragment_bytes, geometry.payload_bytes(self._identity.length, last))
+
+    def headers(self, count: int, first_fragment: int) -> Headers:
+        """For the library: what `count` slots from this fragment on must say."""
+        return Headers(self._made.of(first_fragment, 0, 0), self.payload_bytes(count, first_fragment))
 
     def _headers(self, payload_bytes: Sequence[int], sums: Sequence[int], first_fragment: int) -> list[bytes]:
         """The headers of slots with these payloads."""
         of = self._made.of
         pairs = zip(payload_bytes, sums, strict=True)
         return [of(fragment, *pair) for fragment, pair in enumerate(pairs, first_fragment)]
+
+
+def headers_in_row(row: Sequence[tuple[ObjectSlots, int]]) -> Headers:
+    """As `ObjectSlots.headers`, of slots of several objects: of each its object, and which of that one's fragments."""
+    each = [own.headers(1, fragment) for own, fragment in row]
+    return Headers(b"".join(one.templates for one in each), [count for one in each for count in one.payload_bytes])
 
 
 def hold(ring: npt.NDArray[np.uint8], slots: Sequence[int], key: bytes, generation: int, first_fragment: int) -> bool:
@@ -205,9 +216,11 @@ def erase(slot: memoryview) -> None:
     slot[: len(SLOT_MAGIC)] = bytes(len(SLOT_MAGIC))
 
 
-def filled(slots: Sequence[memoryview], length: int, geometry: Geometry, first_fragment: int) -> list[memoryview]:
+def filled(slots: Sequence[memoryview], length: int, geometry: Geometry, first_fragment: int) -> Sequence[memoryview]:
     """Each slot as far as its fragment of an object of `length` bytes fills it."""
     end = first_fragment + len(slots)
+    if isinstance(slots, Slots) and len(slots) > 0 and end <= geometry.fragments(length):
+        return slots.cut(geometry.slot_fill_bytes(length, end - 1))
     full = max(0, min(end, geometry.fragments(length) - 1) - first_fragment)  # all but an object's last are
     rest = enumerate(slots[full:], first_fragment + full)
     return [*slots[:full], *(slot[: geometry.slot_fill_bytes(length, fragment)] for fragment, slot in rest)]

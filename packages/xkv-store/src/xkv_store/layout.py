@@ -221,6 +221,22 @@ _HEADER_FRONT = struct.Struct("<8sHBBIIIQQQ")
 _HEADER_NUMBERS = struct.Struct("<IIIQQQ")  # the end of _HEADER_FRONT
 _HEADER_NUMBERS_AT = _HEADER_FRONT.size - _HEADER_NUMBERS.size
 _HEADER_BACK = struct.Struct("<16s64sQI")
+_FRAGMENT_AT, _PAYLOAD_BYTES_AT, _PAYLOAD_CHECKSUM_AT = (_HEADER_NUMBERS_AT + at for at in (0, 8, 28))
+_PLACE_BYTES = 12
+SLOT_HEADER_FORM = struct.pack(
+    "=6Q",
+    HEADER_BYTES,
+    _FRAGMENT_AT,
+    _PAYLOAD_BYTES_AT,
+    _PAYLOAD_CHECKSUM_AT,
+    _HEADER_FRONT.size + _HEADER_BACK.size - _PLACE_BYTES,
+    _PLACE_BYTES,
+)
+"""For the optional library (`native`): where in a header stands what differs among an object's slots.
+
+Bytes of a header, of which the last 8 are its checksum; where the fragment's index, the payload's bytes and its
+checksum are; where its place (family and position) is, and how long that is. Numbers of this machine.
+"""
 SLOT_HEADER_SAYS = np.dtype(
     {
         "names": ["magic", "version", "key_bytes", "fragment", "generation", "key"],

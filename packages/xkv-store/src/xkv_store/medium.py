@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from .database import Database
+from .database import Database, Place, read_proving, seal_and_write
 from .errors import CorruptObject, MediumError, PeerError
-from .fragment import Identity, ObjectSlots, filled, pieces
-from .geometry import HEADER_BYTES, Geometry
-from .native import copied
+from .fragment import Identity, ObjectSlots, Piece, filled, headers_in_row, pieces
+from .geometry import Geometry
+from .native import copied_proving
 from .plans import GetPlan, ObjectPlan, PutPlan
 from .testing.points import reached
 
@@ -37,9 +37,27 @@ class Medium:
         """
         assert len(slots) == plan.fragments
         own = ObjectSlots(self._identity(plan), self.geometry)
-        for count, piece in enumerate(pieces(plan.extents, 0, plan.fragments, self._slots_at_once())):
-            if count == 1:
-                reached("put.mid_write")
+        first, *rest = pieces(plan.extents, 0, plan.fragments, self._slots_at_once())
+        self._write(own, plan.length, [first], slots, sums)
+        if rest:
+            reached("put.mid_write")
+            self._write(own, plan.length, rest, slots, sums)
+
+    def _write(
+        self,
+        own: ObjectSlots,
+        length: int,
+        those: Sequence[Piece],
+        slots: Sequence[memoryview],
+        sums: Sequence[int] | None,
+    ) -> None:
+        """Neighbouring pieces of an object of that length, whose slots (and sums) these are."""
+        first, end = those[0].fragment, those[-1].fragment + those[-1].slots
+        views = filled(slots[first:end], length, self.geometry, first)
+        own_sums = sums[first:end] if sums is not None else None
+        if seal_and_write(self._places(those), views, own.headers(end - first, first), own_sums):
+            return
+        for piece in those:
             part = slice(piece.fragment, piece.fragment + piece.slots)
             sealed = own.seal(slots[part], piece.fragment, sums[part] if sums is not None else None)
             self.databases[piece.database].write(piece.slot, sealed)
@@ -50,30 +68,34 @@ class Medium:
         Returns each one's error, or None.
         """
         errors: list[Exception | None] = []
-        row: list[memoryview] = []
-        database, first, objects_in_row = 0, 0, 0
+        row: list[tuple[PutPlan, Sequence[memoryview]]] = []
+        next_place, is_whole = (0, 0), False
 
         def end_row() -> None:
-            error = None
-            if row:
-                try:
-                    self.databases[database].write(first, row)
-                except MediumError as found:
-                    error = found
-            errors.extend([error] * objects_in_row)
+            errors.extend([_error_of(partial(self._write_row, row))] * len(row))
 
         for plan, slots in objects:
             assert len(slots) == plan.fragments
             (extent,) = plan.extents
-            sealed = ObjectSlots(self._identity(plan), self.geometry).seal(slots, 0)
-            is_next = (database, first + len(row)) == (extent.database, extent.first)
-            if not (row and is_next and len(row[-1]) == self.geometry.slot_bytes):
+            if row and not (is_whole and next_place == (extent.database, extent.first)):
                 end_row()
-                row, database, first, objects_in_row = [], extent.database, extent.first, 0
-            row += sealed
-            objects_in_row += 1
+                row = []
+            row.append((plan, slots))
+            next_place = extent.database, extent.first + extent.slots
+            is_whole = self.geometry.slot_fill_bytes(plan.length, plan.fragments - 1) == self.geometry.slot_bytes
         end_row()
         return errors
+
+    def _write_row(self, objects: Sequence[tuple[PutPlan, Sequence[memoryview]]]) -> None:
+        """Objects that lie behind one another, by one call. MediumError."""
+        own = [ObjectSlots(self._identity(plan), self.geometry) for plan, _ in objects]
+        both = list(zip(own, objects, strict=True))
+        views = [view for plan, slots in objects for view in filled(slots, plan.length, self.geometry, 0)]
+        headers = headers_in_row([(of, fragment) for of, (plan, _) in both for fragment in range(plan.fragments)])
+        extent = objects[0][0].extents[0]
+        database = self.databases[extent.database]
+        if not seal_and_write([(database, extent.first, len(views))], views, headers):
+            database.write(extent.first, [view for of, (_, slots) in both for view in of.seal(slots, 0)])
 
     def read(self, plan: GetPlan, slots: Sequence[memoryview], first_fragment: int) -> None:
         """Read fragments from `first_fragment` on into `slots`, and prove each. MediumError, CorruptObject.
@@ -84,15 +106,18 @@ class Medium:
             raise PeerError(f"{len(slots)} fragments from {first_fragment} on, of an object that has {plan.fragments}")
         own = ObjectSlots(self._identity(plan), self.geometry)
         views = filled(slots, plan.length, self.geometry, first_fragment)
-        for piece in pieces(plan.extents, first_fragment, len(slots), self._slots_at_once()):
-            begin = piece.fragment - first_fragment
-            own_views = views[begin : begin + piece.slots]
-            payload_bytes = own.payload_bytes(piece.slots, piece.fragment) if prove is _PROVE else None
-            sums = self.databases[piece.database].read(piece.slot, own_views, payload_bytes)
-            if sums is None:
+        those = pieces(plan.extents, first_fragment, len(slots), self._slots_at_once())
+        proved = None
+        if prove is _PROVE:
+            proved = read_proving(self._places(those), views, own.headers(len(slots), first_fragment))
+        if proved is None:
+            for piece in those:
+                begin = piece.fragment - first_fragment
+                own_views = views[begin : begin + piece.slots]
+                self.databases[piece.database].read(piece.slot, own_views)
                 prove(own, own_views, piece.fragment)
-            else:
-                own.prove(own_views, piece.fragment, sums)
+        elif proved < len(slots):
+            prove(own, views[proved:], first_fragment + proved)
 
     def read_row(self, objects: Sequence[tuple[GetPlan, memoryview, int]]) -> list[Exception | None]:
         """As `read`, one fragment (its number) of each of several objects, in neighbouring slots: by one call.
@@ -101,20 +126,20 @@ class Medium:
         """
         views = [filled([slot], plan.length, self.geometry, fragment)[0] for plan, slot, fragment in objects]
         own = [ObjectSlots(self._identity(plan), self.geometry) for plan, _, _ in objects]
-        payload_bytes = [of.payload_bytes(1, fragment)[0] for of, (_, _, fragment) in zip(own, objects, strict=True)]
-        (first,) = pieces(objects[0][0].extents, objects[0][2], 1)
+        fragments = [fragment for _, _, fragment in objects]
+        (first,) = pieces(objects[0][0].extents, fragments[0], 1)
+        database, proved = self.databases[first.database], None
         try:
-            sums = self.databases[first.database].read(first.slot, views, payload_bytes if prove is _PROVE else None)
+            if prove is _PROVE:
+                headers = headers_in_row(list(zip(own, fragments, strict=True)))
+                proved = read_proving([(database, first.slot, len(views))], views, headers)
+            if proved is None:
+                database.read(first.slot, views)
+                proved = 0
         except (MediumError, CorruptObject):
             return [_error_of(partial(self.read, plan, [slot], fragment)) for plan, slot, fragment in objects]
-        errors = []
-        for number, (of, view, (_, _, fragment)) in enumerate(zip(own, views, objects, strict=True)):
-            if sums is None:
-                proof = partial(prove, of, [view], fragment)
-            else:
-                proof = partial(of.prove, [view], fragment, sums[number : number + 1])
-            errors.append(_error_of(proof))
-        return errors
+        rest = list(zip(own, views, fragments, strict=True))[proved:]
+        return [None] * proved + [_error_of(partial(prove, of, [view], fragment)) for of, view, fragment in rest]
 
     def copy(
         self, plan: GetPlan, source: Sequence[memoryview], slots: Sequence[memoryview], first_fragment: int
@@ -123,14 +148,15 @@ class Medium:
         own = ObjectSlots(self._identity(plan), self.geometry)
         from_views = filled(source, plan.length, self.geometry, first_fragment)
         to_views = filled(slots, plan.length, self.geometry, first_fragment)
-        sums = copied(from_views, to_views, HEADER_BYTES, own.payload_bytes(len(slots), first_fragment))
-        if prove is _PROVE:
-            own.prove(to_views, first_fragment, sums)
-        else:
-            prove(own, to_views, first_fragment)
+        proved = copied_proving(from_views, to_views, own.headers(len(slots), first_fragment))
+        if proved < len(slots) or prove is not _PROVE:
+            prove(own, to_views[proved:], first_fragment + proved)
 
     def _identity(self, plan: ObjectPlan) -> Identity:
         return Identity(self.card_uuid, plan.encoded_key, plan.generation, plan.length, plan.family, plan.position)
+
+    def _places(self, those: Sequence[Piece]) -> list[Place]:
+        return [(self.databases[piece.database], piece.slot, piece.slots) for piece in those]
 
     def _slots_at_once(self) -> int:
         return max(1, BYTES_AT_ONCE // self.geometry.slot_bytes)

@@ -23,6 +23,8 @@ from .key import ObjectKey
 from .wire import PROBLEM_CHARS_MAX, DamagedObject, Verifying, VerifyState
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from .card import Card
     from .plans import GetPlan
 
@@ -56,7 +58,7 @@ class _Run:
     drop: bool
     total: int
     newest: int  # generation when it began; an object put since then is not its business, or it might never end
-    slots: list[memoryview]
+    slots: Sequence[memoryview]
     said_ns: int
     next_ns: int = 0
     last_key: bytes = b""
@@ -78,7 +80,7 @@ class _Piece:
     run: _Run
     plan: GetPlan
     first_fragment: int
-    slots: list[memoryview]
+    slots: Sequence[memoryview]
     card: Card
     took_ns: int = 0
 

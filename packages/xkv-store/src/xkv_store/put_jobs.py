@@ -50,7 +50,7 @@ class Put(Protocol):
     def owner(self) -> str:
         """Whose share of the pool it takes."""
 
-    def memory(self) -> list[memoryview]:
+    def memory(self) -> Sequence[memoryview]:
         """The object's slots in the ring."""
 
 

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .leases import Part, Placed
     from .put_jobs import Nearby
     from .ring import Ring
+    from .slots import Slots
 
 LANDINGS_MAX: Final = 64  # of one read: the first waits for the copies of all; more is another read
 
@@ -44,9 +45,9 @@ class Landing:
     waiting: list[Waiting] = field(default_factory=list)
     error: Exception | None = None  # of the copy that was to come here
 
-    def views(self) -> list[memoryview]:
+    def views(self) -> Slots:
         """The slots' memory."""
-        return [self.ring.slot(number) for number in self.slots]
+        return self.ring.views(self.slots)
 
 
 class Waiting:
@@ -98,7 +99,7 @@ class _Read:
             self.begun = True
             return self.landings[0] if self.landings else None
 
-    def comes_from_nearby(self, source: list[memoryview]) -> bool:
+    def comes_from_nearby(self, source: Sequence[memoryview]) -> bool:
         """On a thread of the pool: whether it was found outside the card, proved, and is there now."""
         return self.nearby is not None and self.nearby.read(self.plan, source, self.part.first_fragment)
 
@@ -111,7 +112,7 @@ class _Read:
             return found
         return SpoiltSlots(0, f"slots of an engine were written to while they were read into ({error})")
 
-    def copy(self, source: list[memoryview]) -> None:
+    def copy(self, source: Sequence[memoryview]) -> None:
         """On a thread of the pool: from where it was read to, to whoever has joined meanwhile."""
         done = 1
         while (landing := self._next(done)) is not None:
@@ -163,7 +164,7 @@ class _Row:
         for (read, source), error, came in zip(begun, errors, is_there, strict=True):
             self._go_on(read, source, error, is_read=is_row or came)
 
-    def _go_on(self, read: _Read, source: list[memoryview], error: Exception | None, *, is_read: bool) -> None:
+    def _go_on(self, read: _Read, source: Sequence[memoryview], error: Exception | None, *, is_read: bool) -> None:
         try:
             if not is_read:
                 read.card.read(read.plan, source, read.part.first_fragment)

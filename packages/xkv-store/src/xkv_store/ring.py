@@ -22,9 +22,10 @@ from .errors import PeerError, UserError
 from .geometry import IO_STEP_BYTES
 from .huge_pages import Mapping
 from .memory_limit import has_room_for_ring
+from .slots import Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -129,6 +130,10 @@ class Ring:
         start = slot * self.slot_bytes
         return self._view[start : start + self.slot_bytes]
 
+    def views(self, numbers: Sequence[int]) -> Slots:
+        """Some slots, writable, in this order. IndexError."""
+        return Slots(self._view, self.slot_bytes, numbers)
+
     def use_huge_pages(self, numbers: Iterable[range]) -> int:
         """Let these slots lie in huge pages, as far as the kernel can; how many bytes do then. Takes the memory now.
 
@@ -196,21 +201,38 @@ class SlotRegion:
             if count > self._free:
                 return None
             start = self._is_free.find(b"\x01" * count)
-            places = list(range(start, start + count)) if start >= 0 else self._gather(count)
+            self._free -= count
+            if start >= 0:
+                self._is_free[start : start + count] = bytes(count)
+                return list(range(self.first + start, self.first + start + count))
+            places = self._gather(count)
             for place in places:
                 self._is_free[place] = 0
-            self._free -= count
         return [self.first + place for place in places]
 
     def give(self, slots: Iterable[int]) -> None:
         """Take slots back that `take` has given out."""
-        places = [slot - self.first for slot in slots]
+        numbers = list(slots)
         with self._lock:
-            for place in places:
-                assert 0 <= place < self.count, f"slot {self.first + place} is not of this region"
-                assert self._is_free[place] == 0, f"slot {self.first + place} is given back twice"
-                self._is_free[place] = 1
-            self._free += len(places)
+            if not self._give_run(numbers):
+                self._give_each(numbers)
+            self._free += len(numbers)
+
+    def _give_run(self, numbers: list[int]) -> bool:
+        """Whether they were neighbours, and taken; then they are free."""
+        if not numbers or numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            return False
+        begin, end = numbers[0] - self.first, numbers[-1] + 1 - self.first
+        if not 0 <= begin < end <= self.count or b"\x01" in self._is_free[begin:end]:
+            return False
+        self._is_free[begin:end] = b"\x01" * len(numbers)
+        return True
+
+    def _give_each(self, numbers: list[int]) -> None:
+        for place in [number - self.first for number in numbers]:
+            assert 0 <= place < self.count, f"slot {self.first + place} is not of this region"
+            assert self._is_free[place] == 0, f"slot {self.first + place} is given back twice"
+            self._is_free[place] = 1
 
     def _gather(self, count: int) -> list[int]:
         runs = sorted((run.span() for run in _FREE_RUN.finditer(self._is_free)), key=lambda r: r[0] - r[1])

@@ -10,6 +10,7 @@ A peer's fault becomes `Refused` and an ending session, never an exception; our 
 from __future__ import annotations
 
 from enum import Enum, auto
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from .errors import PeerError
@@ -321,16 +322,21 @@ class GatewaySession:
         return OBJECTS_PER_SESSION_MAX - self.in_flight if self.state is State.ATTACHED else 0
 
     def _occupy(self, objects: list[tuple[int, tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
-        slots = [slot for _index, own in objects for slot in own]
-        wanted = set(slots)
-        if len(wanted) != len(slots):
+        wanted = set(chain.from_iterable(own for _index, own in objects))
+        if len(wanted) != sum(len(own) for _index, own in objects):
             raise PeerError("one slot named twice in a message")
-        wrong = [slot for slot in slots if slot in self._busy or not any(slot in own for own in self._own)]
-        if wrong:
-            raise PeerError(f"slots that are in flight or not the session's: {sorted(wrong)[:8]}")
+        if not (self._busy.isdisjoint(wanted) and all(self._lies_in_one_region(own) for _index, own in objects)):
+            wrong = [slot for slot in wanted if slot in self._busy or not any(slot in own for own in self._own)]
+            if wrong:
+                raise PeerError(f"slots that are in flight or not the session's: {sorted(wrong)[:8]}")
         self._busy |= wanted
         self.in_flight += len(objects)
         return dict(objects)
+
+    def _lies_in_one_region(self, slots: tuple[int, ...]) -> bool:
+        """By two comparisons: an object has hundreds of slots, and a message hundreds of objects."""
+        lowest, highest = min(slots), max(slots)
+        return any(lowest in own and highest in own for own in self._own)
 
     # --- the gateway's decisions and completions ---------------------------------------------------------
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .put_jobs import Nearby
     from .ring import Ring
     from .session_actions import CancelGet, DropLease, StartGet, StartLease, StartPut
+    from .slots import Slots
 
 log = logging.getLogger(__name__)
 
@@ -92,9 +93,8 @@ class _Putting:
     def owner(self) -> str:
         return self.party.owner
 
-    def memory(self) -> list[memoryview]:
-        slot = self.party.ring.slot
-        return [slot(number) for number in self.slots]
+    def memory(self) -> Slots:
+        return self.party.ring.views(self.slots)
 
 
 class _Asked(NamedTuple):
