@@ -14,6 +14,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -285,6 +286,23 @@ static void seal(uint8_t *slot, const struct headers *headers, size_t number, ui
 
 #define COPIED_BYTES ((size_t)64 << 10) /* at a time: summed while the core's own cache has them */
 
+/* Copy a buffer and sum the payload behind its first `skip` bytes where it is then, while the core's own cache has it;
+ * 0 for one of less than 241 bytes.
+ */
+static uint64_t copied(uint8_t *into, const uint8_t *from, size_t bytes, size_t skip, size_t payload_bytes) {
+    int is_summed = payload_bytes >= INPUT_BYTES_MIN;
+    struct coming sum;
+    begin(&sum);
+    for (size_t done = 0; done < bytes;) {
+        size_t take = bytes - done < COPIED_BYTES ? bytes - done : COPIED_BYTES;
+        memcpy(into + done, from + done, take);
+        done += take;
+        if (is_summed && done > skip)
+            go_on(&sum, into + skip, payload_bytes, done - skip);
+    }
+    return is_summed ? ended(sum.lanes, into + skip, payload_bytes) : 0;
+}
+
 /* Copy `count` buffers, and sum each one's payload (`payload_bytes` of it, behind the first `skip`) where it is now; one
  * of less than 241 bytes gets 0. With a form: how many of them, from the first on, are proved where they are now.
  */
@@ -296,18 +314,8 @@ EXPORTED int64_t xkv_copy(uint64_t skip, size_t count, const uint64_t *from, con
     for (size_t number = 0; number < count; number++) {
         const uint8_t *source = (const uint8_t *)(uintptr_t)from[number];
         uint8_t *into = (uint8_t *)(uintptr_t)to[number];
-        size_t length = payload_bytes[number], whole = bytes[number];
-        int is_summed = length >= INPUT_BYTES_MIN;
-        struct coming sum;
-        begin(&sum);
-        for (size_t done = 0; done < whole;) {
-            size_t take = whole - done < COPIED_BYTES ? whole - done : COPIED_BYTES;
-            memcpy(into + done, source + done, take);
-            done += take;
-            if (is_summed && done > skip)
-                go_on(&sum, into + skip, length, done - skip);
-        }
-        sums[number] = is_summed ? ended(sum.lanes, into + skip, length) : 0;
+        size_t length = payload_bytes[number];
+        sums[number] = copied(into, source, bytes[number], skip, length);
         if (form && proved == (int64_t)number)
             proved += is_proved(into, &headers, number, length, sums[number]);
     }
@@ -327,10 +335,21 @@ EXPORTED int xkv_in_memory(int fd) {
 #define BUFFERS_MAX 1024         /* that the kernel takes in one call (UIO_MAXIOV) */
 #define CUT_SHORT 0xFFFF         /* no errno: a call moved less than it was asked for */
 
-/* `count` buffers lie one behind the other at `offset` of a file, and at most `step_bytes` of them are moved at once. */
+/* `count` buffers lie one behind the other at `offset` of a file, and at most `step_bytes` of them are moved at once.
+ * `address`: where that place of the file is mapped, to be copied from or to; 0: by the kernel.
+ */
 struct part {
-    uint64_t fd, offset, count, step_bytes;
+    uint64_t fd, offset, count, step_bytes, address;
 };
+
+/* Whether a mapped part is there, and not behind the end of a file that was cut: to touch that would end the process. */
+static int is_there(const struct part *part, const uint64_t *bytes) {
+    struct stat found;
+    uint64_t whole = 0;
+    for (size_t number = 0; number < part->count; number++)
+        whole += bytes[number];
+    return part->address && fstat((int)part->fd, &found) == 0 && (uint64_t)found.st_size >= part->offset + whole;
+}
 
 /* What ended everything: an errno or CUT_SHORT, and the number of the part in which it was. */
 static int64_t failed(size_t part, int code) { return -((int64_t)part << 16 | code); }
@@ -380,7 +399,18 @@ EXPORTED int64_t xkv_read(size_t parts, const struct part *part, const struct fo
     int64_t proved = 0;
     for (size_t number = 0; number < parts; number++, part++) {
         uint64_t offset = part->offset;
-        for (size_t end = first + part->count; first < end; offset += step.bytes) {
+        size_t end = first + part->count;
+        if (is_there(part, bytes + first)) {
+            const uint8_t *from = (const uint8_t *)(uintptr_t)part->address;
+            for (; first < end; from += bytes[first++]) {
+                uint8_t *slot = (uint8_t *)(uintptr_t)addresses[first];
+                uint64_t found = copied(slot, from, bytes[first], form->bytes, payload_bytes[first]);
+                if (proved == (int64_t)first)
+                    proved += is_proved(slot, &headers, first, payload_bytes[first], found);
+            }
+            continue;
+        }
+        for (; first < end; offset += step.bytes) {
             gather(&step, first, first_done, part->step_bytes, end, addresses, bytes);
             ssize_t moved = preadv((int)part->fd, step.buffers, step.used, (off_t)offset);
             if (moved < 0 || (size_t)moved != step.bytes)
@@ -418,7 +448,22 @@ EXPORTED int64_t xkv_write(size_t parts, const struct part *part, const struct f
     size_t first = 0, first_done = 0, sealed = 0;
     for (size_t number = 0; number < parts; number++, part++) {
         uint64_t offset = part->offset;
-        for (size_t end = first + part->count; first < end; offset += step.bytes) {
+        size_t end = first + part->count;
+        if (is_there(part, bytes + first)) {
+            uint8_t *into = (uint8_t *)(uintptr_t)part->address;
+            for (; first < end; into += bytes[first++]) {
+                uint8_t *slot = (uint8_t *)(uintptr_t)addresses[first];
+                size_t length = payload_bytes[first], payload_at = form->bytes;
+                uint64_t found = copied(into + payload_at, slot + payload_at, length, 0, length);
+                int is_known = are_known || length < INPUT_BYTES_MIN;
+                seal(slot, &headers, first, bytes[first], length, is_known ? sums[first] : found);
+                memcpy(into, slot, payload_at);
+                memset(into + payload_at + length, 0, bytes[first] - payload_at - length);
+            }
+            sealed = first;
+            continue;
+        }
+        for (; first < end; offset += step.bytes) {
             gather(&step, first, first_done, part->step_bytes, end, addresses, bytes);
             for (; sealed < step.next || (sealed == step.next && step.next_done); sealed++) {
                 uint8_t *slot = (uint8_t *)(uintptr_t)addresses[sealed];

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from xkv_store import memory_taker
 from xkv_store.database import Database
 from xkv_store.huge_pages import HUGE_PAGE_BYTES, Mapping, is_memory
 from xkv_store.layout import Superblock
@@ -27,27 +26,33 @@ WAIT_S = 30
 
 
 @pytest.fixture
-def fd() -> Iterator[int]:
+def mapping() -> Iterator[Mapping]:
     """A file in memory that is allocated, and of which no page was ever touched."""
     with tempfile.NamedTemporaryFile(dir=MEMORY, prefix="xkv-test-") as file:
         os.posix_fallocate(file.fileno(), 0, SIZE)
         if not is_memory(file.fileno()):
             pytest.fail("/dev/shm is no tmpfs here")
-        yield file.fileno()
+        yield Mapping(file.fileno(), SIZE)
 
 
-def test_a_file_on_a_disk_is_no_memory(tmp_path: Path) -> None:
+def test_of_a_file_on_a_disk_there_is_nothing_to_take(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file:
-        if tmp_path.stat().st_dev == MEMORY.stat().st_dev:
-            pytest.fail("the temporary folder is in memory: the other way cannot be looked at")
-        taker = MemoryTaker(file.fileno(), SIZE)
-        taker.begin()
-        assert taker.word is None
-        taker.close()
+        assert not is_memory(file.fileno())
+    assert not is_memory(file_descriptor_that_is_none())
+    taker = MemoryTaker(None)
+    taker.begin()
+    assert taker.word is None
+    taker.close()
 
 
-def test_everything_is_taken_and_nothing_is_changed(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    os.pwrite(fd, b"before", HUGE_PAGE_BYTES + 7)
+def file_descriptor_that_is_none() -> int:
+    fd = os.memfd_create("xkv-test")
+    os.close(fd)
+    return fd
+
+
+def test_everything_is_taken_and_nothing_is_changed(mapping: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
+    mapping.memory[HUGE_PAGE_BYTES + 7 : HUGE_PAGE_BYTES + 13] = b"before"
     looked_at: list[int] = []
     genuine = Mapping._use_huge_page
 
@@ -56,18 +61,18 @@ def test_everything_is_taken_and_nothing_is_changed(fd: int, monkeypatch: pytest
         return genuine(self, number)
 
     monkeypatch.setattr(Mapping, "_use_huge_page", piece)
-    taker = MemoryTaker(fd, SIZE)
+    taker = MemoryTaker(mapping)
     taker.begin()
     assert taker.word in {"taking", "taken"}
     assert taker._thread is not None
     taker._thread.join(WAIT_S)
     assert taker.word == "taken"
     assert looked_at == list(range(5))
-    assert os.pread(fd, 6, HUGE_PAGE_BYTES + 7) == b"before"
+    assert bytes(mapping.memory[HUGE_PAGE_BYTES + 7 : HUGE_PAGE_BYTES + 13]) == b"before"
     taker.close()
 
 
-def test_its_end_is_that_of_the_present_piece(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_end_is_that_of_the_present_piece(mapping: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on, pieces = threading.Event(), threading.Event(), []
 
     def piece(_: Mapping, number: int) -> int:
@@ -77,7 +82,7 @@ def test_its_end_is_that_of_the_present_piece(fd: int, monkeypatch: pytest.Monke
         return 0
 
     monkeypatch.setattr(Mapping, "_use_huge_page", piece)
-    taker = MemoryTaker(fd, SIZE)
+    taker = MemoryTaker(mapping)
     taker.begin()
     assert begun.wait(WAIT_S)
     assert taker.word == "taking"
@@ -87,35 +92,45 @@ def test_its_end_is_that_of_the_present_piece(fd: int, monkeypatch: pytest.Monke
     assert (pieces, taker.word) == ([0], "taken")
 
 
-def test_where_no_thread_or_no_mapping_is_to_be_had_nothing_is_lost(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise OSError(12, "no memory")
-
-    monkeypatch.setattr(memory_taker, "Mapping", refused)
-    taker = MemoryTaker(fd, SIZE)
-    taker.begin()
-    taker.close()
-    assert taker.word == "taken"
-
+def test_where_no_thread_is_to_be_had_nothing_is_lost(mapping: Mapping, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", no_thread)
-    taker = MemoryTaker(fd, SIZE)
+    taker = MemoryTaker(mapping)
     taker.begin()
     taker.close()
     assert taker.word is None
 
 
+def new_database(folder: str) -> Path:
+    path = Path(folder) / "db"
+    Database.make(path, Superblock(0, 1, SLOT, SIZE // SLOT, bytes(16), bytes(16), 0))
+    return path
+
+
 def test_a_database_in_memory_is_taken_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xkv_store.database.is_memory", lambda _: False)  # nothing of it before
+    monkeypatch.setattr("xkv_store.database._use_huge_pages", lambda _fd, _needed: None)  # nothing of it before
     with tempfile.TemporaryDirectory(dir=MEMORY, prefix="xkv-test-") as folder:
-        path = Path(folder) / "db"
-        superblock = Superblock(0, 1, SLOT, SIZE // SLOT, bytes(16), bytes(16), 0)
-        Database.make(path, superblock)
-        with closing(Database.open(path)) as database:
+        with closing(Database.open(new_database(folder))) as database:
             words = [database.memory]
             database.take_memory()
             words.append(database.memory)
         assert words in ([None, "taking"], [None, "taken"])
         assert database.memory == "taken"
+
+
+def test_a_database_that_cannot_be_mapped_is_one_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(12, "no memory")
+
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="xkv-test-") as folder:
+        path = new_database(folder)
+        monkeypatch.setattr("xkv_store.database.Mapping", refused)
+        with closing(Database.open(path)) as database:
+            database.take_memory()
+            assert database.memory is None
+            assert database.place(3, 2).address == 0
+        monkeypatch.undo()
+        with closing(Database.open(path)) as database:
+            assert database.place(3, 2).address

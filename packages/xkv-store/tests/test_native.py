@@ -12,6 +12,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -155,12 +156,22 @@ def test_a_copy_reaches_no_further_than_its_buffers() -> None:
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(params=["on a disk", "in memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Where a database is a file for the kernel to read, and where it is mapped."""
+    if request.param == "on a disk":
+        yield tmp_path
+        return
+    with TemporaryDirectory(dir="/dev/shm", prefix="xkv-test-") as found:
+        yield Path(found)
+
+
 @pytest.fixture
-def opened(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
+def opened(folder: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """A database of 12 slots of 8 KiB, read by each way in small parts."""
     monkeypatch.setattr(database, "library", native.library)
     monkeypatch.setattr(database, "SUMMED_BYTES", 5 * 4_096)
-    path = tmp_path / "db-0.xkv"
+    path = folder / "db-0.xkv"
     numbers = {"number": 0, "databases": 1, "slot_bytes": GEOMETRY.slot_bytes, "slots": 12}
     Database.make(path, new_superblock(**numbers, card_uuid=CARD, database_uuid=b"d" * 16))
     found = Database.open(path)

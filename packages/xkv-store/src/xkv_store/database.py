@@ -62,9 +62,9 @@ class Database:
         self.superblock = superblock
         self.direct = direct
         self._fd = fd
-        self._memory = MemoryTaker(fd, _database_bytes(superblock))
-        by = library()
-        self._in_memory = by is not None and by.in_memory(fd)
+        self._in_memory = is_memory(fd)
+        self._mapping = self._mapped()
+        self._memory = MemoryTaker(self._mapping)
 
     @classmethod
     def make(cls, path: Path, superblock: Superblock) -> None:
@@ -172,7 +172,9 @@ class Database:
         """
         assert 0 <= first_slot <= self.superblock.slots - count
         step_bytes = SUMMED_BYTES if self._in_memory or not self.direct else IO_BYTES_MAX
-        return FilePlace(self._fd, DATA_OFFSET + first_slot * self.superblock.slot_bytes, count, step_bytes)
+        offset = DATA_OFFSET + first_slot * self.superblock.slot_bytes
+        address = 0 if self._mapping is None else self._mapping.address + offset
+        return FilePlace(self._fd, offset, count, step_bytes, address)
 
     def read_fronts(self, first_slot: int, fronts: Sequence[memoryview]) -> None:
         """Read the first I/O step of neighbouring slots, each into its own buffer (for a scan)."""
@@ -186,6 +188,16 @@ class Database:
             os.fdatasync(self._fd)
         except OSError as error:
             raise MediumError.of(error, f"syncing {self.path}") from error
+
+    def _mapped(self) -> Mapping | None:
+        """A database in memory, mapped: to write to it as a file, one at a time may, and to reach its pages costs more."""
+        if not self._in_memory:
+            return None
+        try:
+            return Mapping(self._fd, _database_bytes(self.superblock))
+        except OSError as error:
+            log.info("%s is not mapped (%s): the kernel copies", self.path, error.strerror)
+            return None
 
     def take_memory(self) -> None:
         """From now on a database in memory is given all that it has room for, while it is used."""

@@ -39,14 +39,14 @@ _STATFS_WORDS: Final = 32  # …which has 15
 class Mapping:
     """A memory file, mapped for reading and writing from a multiple of a huge page on.
 
-    Python's own `mmap` leaves the address to the kernel, which is no such multiple. `memory` is the mapping; it lives
+    Python's own `mmap` leaves the address to the kernel, which is no such multiple. `memory` is the mapping, at `address`; it lives
     as long as any view of it does. OSError where the kernel refuses.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        self._address = _map(fd, size_bytes)
-        owner = (ctypes.c_ubyte * size_bytes).from_address(self._address)
-        weakref.finalize(owner, _libc().munmap, self._address, size_bytes).atexit = False
+        self.address = _map(fd, size_bytes)
+        owner = (ctypes.c_ubyte * size_bytes).from_address(self.address)
+        weakref.finalize(owner, _libc().munmap, self.address, size_bytes).atexit = False
         self.memory = memoryview(owner).cast("B")
 
     def use_huge_pages(
@@ -79,7 +79,7 @@ class Mapping:
 
     def _use_huge_page(self, number: int) -> int:
         """The errno of a refusal, or 0."""
-        libc, start = _libc(), self._address + number * HUGE_PAGE_BYTES
+        libc, start = _libc(), self.address + number * HUGE_PAGE_BYTES
         if libc.madvise(start, _TOUCHED_BYTES, _POPULATE_READ):  # a piece without any page would be refused
             return ctypes.get_errno()
         return ctypes.get_errno() if libc.madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) else 0

@@ -13,9 +13,10 @@ import os
 import threading
 from contextlib import suppress
 from math import inf
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from .huge_pages import Mapping, is_memory
+if TYPE_CHECKING:
+    from .huge_pages import Mapping
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,10 @@ NICE: Final = 19
 
 
 class MemoryTaker:
-    """Of one file, from `begin` on; does nothing for one that is no memory. The descriptor is the caller's."""
+    """Of one file, from `begin` on; `mapping`: all of it, or None for a file that is no memory."""
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
-        self._fd = fd
-        self._size_bytes = size_bytes
+    def __init__(self, mapping: Mapping | None) -> None:
+        self._mapping = mapping
         self._unwanted = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -40,8 +40,8 @@ class MemoryTaker:
 
     def begin(self) -> None:
         """On a thread of its own; what is there already costs next to nothing. Raises nothing."""
-        if is_memory(self._fd):
-            self._thread = threading.Thread(target=self._work, name="xkv-memory", daemon=True)
+        if self._mapping is not None:
+            self._thread = threading.Thread(target=self._work, args=(self._mapping,), name="xkv-memory", daemon=True)
             try:
                 self._thread.start()
             except RuntimeError:  # no more threads: the pages come as they are touched
@@ -53,12 +53,7 @@ class MemoryTaker:
         if self._thread is not None:
             self._thread.join()
 
-    def _work(self) -> None:
+    def _work(self, mapping: Mapping) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux, of this thread alone
-        try:
-            mapping = Mapping(self._fd, self._size_bytes)
-        except OSError as error:
-            log.debug("the memory of a file is taken as it is touched: %s", error.strerror)
-            return
-        mapping.use_huge_pages([range(self._size_bytes)], seconds_max=inf, unwanted=self._unwanted.is_set)
+        mapping.use_huge_pages([range(len(mapping.memory))], seconds_max=inf, unwanted=self._unwanted.is_set)

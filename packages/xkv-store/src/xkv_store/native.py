@@ -56,12 +56,16 @@ class Headers(NamedTuple):
 
 
 class FilePlace(NamedTuple):
-    """So many slots one behind the other from `offset` on in a file, of which so many bytes are moved in a call."""
+    """So many slots one behind the other from `offset` on in a file, of which so many bytes are moved in a call.
+
+    `address`: where that is mapped, or 0. Then the core copies it; the kernel, where the file ends before it.
+    """
 
     fd: int
     offset: int
     slots: int
     step_bytes: int
+    address: int = 0
 
 
 class PlaceError(OSError):
@@ -172,7 +176,7 @@ class Native:
     ) -> int | None:
         assert sum(place.slots for place in places) == len(buffers), "the library would reach beyond them"
         addresses, sizes = _places(buffers, HEADER_BYTES, headers.payload_bytes)
-        files = struct.pack(f"={4 * len(places)}Q", *chain.from_iterable(places))
+        files = struct.pack(f"={len(FilePlace._fields) * len(places)}Q", *chain.from_iterable(places))
         of = SLOT_HEADER_FORM, headers.templates, headers.step_bytes
         answer = function(len(places), files, *of, addresses, _packed(sizes), _packed(headers.payload_bytes), *more)
         if answer >= 0:
