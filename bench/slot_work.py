@@ -30,8 +30,6 @@ from xkv_store.ring import Ring
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from xkv_store.slots import Slots
-
 MEMORY: Final = Path("/dev/shm")
 CARD: Final = b"benchmark's card"
 DATABASES: Final = 8
@@ -68,13 +66,13 @@ def main() -> None:
         ring.array[:] = 7
         for kind in KINDS:
             plans = [_plan(kind, thread, geometry) for thread in range(threads)]
-            slots = [ring.views(range(thread * kind.slots, (thread + 1) * kind.slots)) for thread in range(threads)]
+            numbers = [tuple(range(thread * kind.slots, (thread + 1) * kind.slots)) for thread in range(threads)]
 
-            def write(thread: int, plans: list[GetPlan] = plans, slots: list[Slots] = slots) -> None:
-                medium.write(PutPlan(*plans[thread]), slots[thread])
+            def write(thread: int, plans: list[GetPlan] = plans, numbers: list[tuple[int, ...]] = numbers) -> None:
+                medium.write(PutPlan(*plans[thread]), ring.views(numbers[thread]))
 
-            def read(thread: int, plans: list[GetPlan] = plans, slots: list[Slots] = slots) -> None:
-                medium.read(plans[thread], slots[thread], 0)
+            def read(thread: int, plans: list[GetPlan] = plans, numbers: list[tuple[int, ...]] = numbers) -> None:
+                medium.read(plans[thread], ring.views(numbers[thread]), 0)
 
             moved = min(SLOTS_MOVED_MAX, BYTES // geometry.slot_bytes)
             each = max(1, moved // kind.slots // threads)

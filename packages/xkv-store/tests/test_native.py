@@ -593,6 +593,13 @@ def test_the_library_reaches_no_further_than_its_buffers(built: Path | None, mem
             found.copy_proving(slots, into[:1], headers)
         with pytest.raises(AssertionError, match="beyond"):
             found.read([place._replace(slots=wrong_count)], into, headers)
+        some = headers._replace(templates=headers.templates * wrong_count)
+        with pytest.raises(AssertionError, match="beyond"):
+            found.read([place], into, some)
+        with pytest.raises(AssertionError, match="beyond"):
+            found.copy_proving(slots, into, some)
+        with pytest.raises(AssertionError, match="beyond"):
+            found.write([place], into, headers, [1] * wrong_count)
     even = aligned_slots(COUNT, GEOMETRY.slot_bytes)
     with pytest.raises(native.UnreachableError):
         found.read([place], even.cut(4_096), headers)
