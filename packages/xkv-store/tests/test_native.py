@@ -460,6 +460,20 @@ def test_each_byte_of_a_header_is_proved(built: Path | None, memory_file: int) -
     assert verdict(slots, memory_file, found) == ["sound", "sound"]
 
 
+def test_a_short_payload_is_not_proved_by_a_header_that_says_nothing_of_it(
+    built: Path | None, memory_file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library makes no checksum of it, and 0 is what it has then."""
+    if built is None:
+        return
+    monkeypatch.setattr(sys.modules[__name__], "IDENTITY", replace(IDENTITY, length=GEOMETRY.fragment_bytes + 100))
+    slots, found = sealed(IDENTITY, count=2), native.Native(built)
+    assert verdict(slots, memory_file, found) == ["sound", "sound"]
+    pack_slot_header(slots[1], parse_slot_header(slots[1])._replace(payload_checksum=0))
+    wrong = "CorruptObject: fragment 1: the payload's checksum is wrong"
+    assert verdict(slots, memory_file, found) == [wrong, wrong]
+
+
 def test_what_was_filed_elsewhere_since_is_proved_at_once(built: Path | None, memory_file: int) -> None:
     """That is every object which is asked for often: also where its slots say different places."""
     if built is None:
