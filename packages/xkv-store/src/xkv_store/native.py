@@ -288,7 +288,7 @@ def copied(
 def copied_proving(buffers: Sequence[memoryview], into: Sequence[memoryview], headers: Headers) -> int:
     """Copy each of `buffers` into its own of `into`; how many, from the first on, are proved to say what they must.
 
-    None without the library: that is then for Python to look at.
+    0 without the library: they are then for Python to look at.
     """
     found = library()
     if found is not None:
