@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,9 @@ from xkv_offload.transfer import XkvTransferSpec
 from xkv_offload.worker import XkvWorker
 from xkv_store.geometry import FRAGMENT_BYTES, SLOT_BYTES, Geometry
 from xkv_store.ring import Ring
+from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT
+from xkv_store.tool import Tool
 
 KV_BYTES = 3 << 30
 KERNEL_PAGES = {
@@ -232,6 +234,9 @@ def gateway_process(folder: Path, options: Sequence[str]) -> Iterator[None]:
     assert process.stdout is not None
     try:
         assert "ready" in json.loads(process.stdout.readline())
+        with closing(Tool(socket_for_port(folder / "sockets", PORT))) as tool:
+            while any(one["memory"] == "taking" for one in json.loads(tool.status())["databases"]):
+                time.sleep(0.1)
         yield
     finally:
         process.terminate()

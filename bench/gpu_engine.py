@@ -208,8 +208,8 @@ def restores(llm: Any, name: str, lengths: tuple[int, ...]) -> dict[str, Any]:
     return found
 
 
-def canary(llm: Any, length: int) -> bool:
-    """Whether the tokens differ where all that is restored is zeros. The engine's last: its ring is spoilt."""
+def canary(llm: Any, length: int) -> dict[str, Any]:
+    """What is answered where all that is restored is zeros: other tokens than at a hit, or these prove nothing."""
     from xkv_offload.copy import End, HostMover, Move  # noqa: PLC0415 - only where xkv is measured
     from xkv_offload.device_copy import DeviceMover  # noqa: PLC0415 - as above
     from xkv_store.geometry import HEADER_BYTES  # noqa: PLC0415 - as above
@@ -218,8 +218,8 @@ def canary(llm: Any, length: int) -> bool:
     ask(llm, tokens)
     hit = ask(llm, tokens)
     time.sleep(3.0)
-    for mover in (DeviceMover, HostMover):
-        genuine = mover.start_scatter
+    movers = {mover: mover.start_scatter for mover in (DeviceMover, HostMover)}
+    for mover, genuine in movers.items():
 
         def zeroed(self: Any, move: Move, mark: object, end: End, genuine: Callable[..., None] = genuine) -> None:
             for slot in move.slots:
@@ -229,7 +229,9 @@ def canary(llm: Any, length: int) -> bool:
         mover.start_scatter = zeroed  # type: ignore[method-assign]
     llm.reset_prefix_cache()
     spoilt = ask(llm, tokens)
-    return bool(spoilt["cached"] and spoilt["tokens"] != hit["tokens"])
+    for mover, genuine in movers.items():
+        mover.start_scatter = genuine  # type: ignore[method-assign]
+    return {"differs": spoilt["tokens"] != hit["tokens"], "restored_cached": spoilt["cached"]}
 
 
 def decode(llm: Any, *, prompts: bool) -> dict[str, float]:
@@ -267,6 +269,8 @@ def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...], *, grap
     began = time.perf_counter()
     llm = make_engine(name, folder, shape, graphs=graphs)
     result: dict[str, Any] = {"start_s": time.perf_counter() - began, "lengths": restores(llm, name, lengths)}
+    if name in OF_XKV:
+        result["canary"] = canary(llm, lengths[0])
     if shape == "8b":
         result["decode_alone"] = decode(llm, prompts=False)
         result["decode_beside_prompts"] = decode(llm, prompts=True)
@@ -282,7 +286,6 @@ def phase(folder: Path, name: str, shape: str, lengths: tuple[int, ...], *, grap
 
         result["counters"] = {key: value for key, value in PROCESS_COUNTERS.items() if value}
         result["gateway"] = gateway_counters(folder)
-        result["canary_differs"] = canary(llm, lengths[0])
     return result
 
 

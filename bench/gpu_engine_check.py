@@ -1,5 +1,6 @@
 """A real vLLM on a GPU stores through xkv, ends, and another process restores: same tokens as a GPU prefix hit.
 
+So does one that has slept and is awake again, with torch's memory in expandable segments (vLLM allows them then only).
 Owns: a check that needs a GPU and vLLM's CUDA build (CI has neither). Prints one JSON line last.
 Must not know: releases; it takes the vLLM that is importable.
 
@@ -17,6 +18,7 @@ from typing import Any
 PROMPT_TOKENS = 3_000
 NEW_TOKENS = 32
 PHASE_S_MAX = 200
+ASKED = {"store": 2, "sleep": 4}  # how often; else once
 
 
 def make_model(folder: Path) -> None:
@@ -40,7 +42,10 @@ def make_model(folder: Path) -> None:
 
 
 def phase(folder: Path, name: str) -> dict[str, Any]:
-    """One engine in this process: `store` asks twice (cold, GPU hit), `restore` once, `canary` with zeroed pages."""
+    """One engine in this process: `store` asks twice (cold, GPU hit), `restore` once, `canary` with zeroed pages.
+
+    `sleep`: cold, hit, then, after it has slept, cold again (its caches went), and restored.
+    """
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - only the children load vLLM
 
     from xkv_offload.copy import End, Move  # noqa: PLC0415 - as above
@@ -75,16 +80,23 @@ def phase(folder: Path, name: str) -> dict[str, Any]:
         block_size=16,
         max_model_len=4096,
         gpu_memory_utilization=0.2,
+        enable_sleep_mode=name == "sleep",
         kv_transfer_config={
             "kv_connector": "OffloadingConnector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": extra,
         },
     )
-    prompt = [(7 * i * i + 3 * i) % 4096 for i in range(PROMPT_TOKENS)]
+    seed = 11 if name == "sleep" else 7  # that one's first answer is not to be restored
+    prompt = [(seed * i * i + 3 * i) % 4096 for i in range(PROMPT_TOKENS)]
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, detokenize=False, ignore_eos=True)
     runs = []
-    for _ in range(2 if name == "store" else 1):
+    for number in range(ASKED.get(name, 1)):
+        if name == "sleep" and number == 2:
+            llm.sleep(level=1)
+            llm.wake_up()
+        elif name == "sleep" and number == 3:
+            llm.reset_prefix_cache()
         started = time.monotonic()
         output = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)[0]
         runs.append(
@@ -102,6 +114,8 @@ def run_child(folder: Path, name: str) -> dict[str, Any]:
     """The phase in a process of its own; its result is the last line of its output."""
     command = [sys.executable, __file__, str(folder), name]
     environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    if name == "sleep":
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     done = subprocess.run(command, capture_output=True, text=True, timeout=PHASE_S_MAX, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -111,25 +125,26 @@ def run_child(folder: Path, name: str) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Model, store, restore, canary; each in its own process."""
+    """Model, then each phase in its own process."""
     folder.mkdir(parents=True, exist_ok=True)
     run_child(folder, "model")
-    stored, restored, canary = (run_child(folder, name) for name in ("store", "restore", "canary"))
-    _, hit = stored["runs"]
-    (again,) = restored["runs"]
-    (spoilt,) = canary["runs"]
-    print("stored  ", stored["counters"], [(run["cached"], run["seconds"]) for run in stored["runs"]])
-    print("restored", restored["counters"], again["cached"], again["seconds"])
-    assert restored["counters"]["load_objects"] > 0
-    assert canary["counters"]["load_objects"] > 0
+    phases = {name: run_child(folder, name) for name in ("store", "restore", "sleep", "canary")}
+    for name, one in phases.items():
+        print(f"{name:<10}", one["counters"], [(run["cached"], run["seconds"]) for run in one["runs"]])
+        assert name == "store" or one["counters"]["load_objects"] > 0
+    _, hit = phases["store"]["runs"]
+    _, own_hit, computed, restored = phases["sleep"]["runs"]
+    (again,), (spoilt,) = (phases[name]["runs"] for name in ("restore", "canary"))
     result = {
         "identical": again["tokens"] == hit["tokens"],
+        "identical_after_sleep": computed["cached"] == 0 < restored["cached"]
+        and restored["tokens"] == own_hit["tokens"],
         "canary_differs": spoilt["tokens"] != hit["tokens"],
         "restored_tokens": again["cached"],
         "distinct_tokens": len(set(hit["tokens"])),
     }
     print(json.dumps(result))
-    if not (result["identical"] and result["canary_differs"]):
+    if not all(result.values()):
         sys.exit(1)
 
 

@@ -471,6 +471,20 @@ def test_each_byte_of_a_header_is_proved(built: Path | None, memory_file: int) -
     assert verdict(slots, memory_file, found) == ["sound", "sound"]
 
 
+def test_a_short_payload_is_not_proved_by_a_header_that_says_nothing_of_it(
+    built: Path | None, memory_file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library makes no checksum of it, and 0 is what it has then."""
+    if built is None:
+        return
+    monkeypatch.setattr(sys.modules[__name__], "IDENTITY", replace(IDENTITY, length=GEOMETRY.fragment_bytes + 100))
+    slots, found = sealed(IDENTITY, count=2), native.Native(built)
+    assert verdict(slots, memory_file, found) == ["sound", "sound"]
+    pack_slot_header(slots[1], parse_slot_header(slots[1])._replace(payload_checksum=0))
+    wrong = "CorruptObject: fragment 1: the payload's checksum is wrong"
+    assert verdict(slots, memory_file, found) == [wrong, wrong]
+
+
 def test_what_was_filed_elsewhere_since_is_proved_at_once(built: Path | None, memory_file: int) -> None:
     """That is every object which is asked for often: also where its slots say different places."""
     if built is None:
@@ -604,6 +618,13 @@ def test_the_library_reaches_no_further_than_its_buffers(built: Path | None, mem
             found.copy_proving(slots, into[:1], headers)
         with pytest.raises(AssertionError, match="beyond"):
             found.read([place._replace(slots=wrong_count)], into, headers)
+        some = headers._replace(templates=headers.templates * wrong_count)
+        with pytest.raises(AssertionError, match="beyond"):
+            found.read([place], into, some)
+        with pytest.raises(AssertionError, match="beyond"):
+            found.copy_proving(slots, into, some)
+        with pytest.raises(AssertionError, match="beyond"):
+            found.write([place], into, headers, [1] * wrong_count)
     even = aligned_slots(COUNT, GEOMETRY.slot_bytes)
     with pytest.raises(native.UnreachableError):
         found.read([place], even.cut(4_096), headers)

@@ -323,7 +323,8 @@ class ClientSession:
             wanted = 0
             if answer.status is LoadStatus.OK and answer.index < len(objects):
                 wanted = objects[answer.index].fragments
-            if len(answer.slots) != wanted or not all(slot in self._load_region for slot in answer.slots):
+            ends = (min(answer.slots), max(answer.slots)) if answer.slots else ()
+            if len(answer.slots) != wanted or not all(end in self._load_region for end in ends):
                 raise PeerError(f"object {answer.index} of lease {lease} lies in slots {answer.slots[:8]}")
 
     def _number(self, number: int) -> int:

@@ -190,7 +190,7 @@ class Database:
             raise MediumError.of(error, f"syncing {self.path}") from error
 
     def _mapped(self) -> Mapping | None:
-        """A database in memory, mapped: to write to it as a file, one at a time may, and to reach its pages costs more."""
+        """A database in memory, mapped: written as a file, by one at a time, each page of it is looked up."""
         if not self._in_memory:
             return None
         try:

@@ -39,8 +39,8 @@ _STATFS_WORDS: Final = 32  # …which has 15
 class Mapping:
     """A memory file, mapped for reading and writing from a multiple of a huge page on.
 
-    Python's own `mmap` leaves the address to the kernel, which is no such multiple. `memory` is the mapping, at `address`; it lives
-    as long as any view of it does. OSError where the kernel refuses.
+    Python's own `mmap` leaves the address to the kernel, which is no such multiple. `memory` is the mapping, at
+    `address`; it lives as long as any view of it does. OSError where the kernel refuses.
     """
 
     def __init__(self, fd: int, size_bytes: int) -> None:

@@ -121,7 +121,7 @@ class Native:
 
     def copy_proving(self, buffers: Sequence[memoryview], into: Sequence[memoryview], headers: Headers) -> int:
         """See `copied_proving`."""
-        of = SLOT_HEADER_FORM, headers.templates, headers.step_bytes
+        of = _words_of(headers, len(buffers))
         return self._copied(buffers, into, HEADER_BYTES, headers.payload_bytes, of)[0]
 
     def _copied(
@@ -163,6 +163,7 @@ class Native:
         known = sums
         if known is None:
             known = _with_short(Sizes(len(buffers), 0, 0), buffers, HEADER_BYTES, headers.payload_bytes)
+        assert len(known) == len(buffers), "the library would reach beyond them"
         more = _packed(known), int(sums is not None)
         return self._moved(self._write, places, buffers, headers, *more) is not None
 
@@ -177,7 +178,7 @@ class Native:
         assert sum(place.slots for place in places) == len(buffers), "the library would reach beyond them"
         addresses, sizes = _places(buffers, HEADER_BYTES, headers.payload_bytes)
         files = struct.pack(f"={len(FilePlace._fields) * len(places)}Q", *chain.from_iterable(places))
-        of = SLOT_HEADER_FORM, headers.templates, headers.step_bytes
+        of = _words_of(headers, len(buffers))
         answer = function(len(places), files, *of, addresses, _packed(sizes), _packed(headers.payload_bytes), *more)
         if answer >= 0:
             return answer
@@ -291,7 +292,7 @@ def copied(
 def copied_proving(buffers: Sequence[memoryview], into: Sequence[memoryview], headers: Headers) -> int:
     """Copy each of `buffers` into its own of `into`; how many, from the first on, are proved to say what they must.
 
-    None without the library: that is then for Python to look at.
+    0 without the library: they are then for Python to look at.
     """
     found = library()
     if found is not None:
@@ -319,6 +320,13 @@ def _with_short(
         if count < INPUT_BYTES_MIN:
             mended[number] = checksum(buffers[number][skip : skip + count])
     return mended
+
+
+def _words_of(headers: Headers, count: int) -> tuple[bytes, bytes, int]:
+    """What the library is told of the headers of so many slots."""
+    step_bytes = headers.step_bytes
+    assert len(headers.templates) == (step_bytes * count or HEADER_BYTES), "the library would reach beyond them"
+    return SLOT_HEADER_FORM, headers.templates, step_bytes
 
 
 def _places(buffers: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]) -> tuple[bytes, Sequence[int]]:

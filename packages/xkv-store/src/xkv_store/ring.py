@@ -214,7 +214,7 @@ class SlotRegion:
         """Take slots back that `take` has given out."""
         numbers = list(slots)
         with self._lock:
-            if not self._give_run(numbers):
+            if len(numbers) == 1 or not self._give_run(numbers):
                 self._give_each(numbers)
             self._free += len(numbers)
 

@@ -325,7 +325,7 @@ class GatewaySession:
         wanted = set(chain.from_iterable(own for _index, own in objects))
         if len(wanted) != sum(len(own) for _index, own in objects):
             raise PeerError("one slot named twice in a message")
-        if not (self._busy.isdisjoint(wanted) and all(self._lies_in_one_region(own) for _index, own in objects)):
+        if not (self._busy.isdisjoint(wanted) and self._lie_in_one_region(wanted)):
             wrong = [slot for slot in wanted if slot in self._busy or not any(slot in own for own in self._own)]
             if wrong:
                 raise PeerError(f"slots that are in flight or not the session's: {sorted(wrong)[:8]}")
@@ -333,10 +333,10 @@ class GatewaySession:
         self.in_flight += len(objects)
         return dict(objects)
 
-    def _lies_in_one_region(self, slots: tuple[int, ...]) -> bool:
-        """By two comparisons: an object has hundreds of slots, and a message hundreds of objects."""
-        lowest, highest = min(slots), max(slots)
-        return any(lowest in own and highest in own for own in self._own)
+    def _lie_in_one_region(self, slots: set[int]) -> bool:
+        """By their ends: an object has hundreds of slots, and a message hundreds of objects."""
+        ends = (min(slots), max(slots)) if slots else ()
+        return any(all(end in own for end in ends) for own in self._own)
 
     # --- the gateway's decisions and completions ---------------------------------------------------------
 
