@@ -7,6 +7,9 @@ Must not know: how a gateway uses the library.
 
 The library's package has to be importable (requirements/remote.txt); a master is started here. Each round has keys
 of its own; the library reads what the gateway has put, and the other way round.
+
+As a measure of what this machine can do: the library's call once more, while a gateway without a remote puts as many
+bytes to a card of its own, each for itself ("beside"). Who fetches has to do both, too, and then to load it.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
 
 from gateways import MIB, BenchGateway, object_key
 from remote.master import Master
-from xkv_store.client import GetObject, PutObject, Role
+from xkv_store.client import Client, GetObject, PutObject, Role
 from xkv_store.geometry import HEADER_BYTES, Geometry
 from xkv_store.remote_child import LIBRARY
 from xkv_store.remote_format import remote_bytes, remote_key
@@ -46,8 +49,9 @@ LENGTH: Final = 16 * GEOMETRY.fragment_bytes
 FRAGMENTS: Final = GEOMETRY.fragments(LENGTH)
 SENT: Final = remote_bytes(LENGTH, GEOMETRY)
 OBJECTS: Final = 64
-ROUNDS: Final = 5
+ROUNDS: Final = 9
 BATCH: Final = OBJECTS  # of one call of the library: with fewer in one it is slower
+MEMORY_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes  # half is for what goes: all of it fits
 RING_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes
 WAIT_S_MAX: Final = 60.0
 POLL_S: Final = 0.002
@@ -55,6 +59,7 @@ SEGMENT_BYTES: Final = 1 << 30
 POOL_BYTES: Final = 2 * SEGMENT_BYTES
 NAMESPACE: Final = os.urandom(16)
 HOST: Final = "127.0.0.1"
+NAMES: Final = ("library put", "put", "beside put", "library get", "get", "beside get")
 
 
 def main() -> int:
@@ -67,7 +72,7 @@ def main() -> int:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-")))
         master = stack.enter_context(Master(folder, HOST, ()))
         bench = stack.enter_context(closing(_Bench(folder, master.address)))
-        seconds: dict[str, list[float]] = {"library put": [], "put": [], "library get": [], "get": []}
+        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         for number in range(ROUNDS + 1):
             found = bench.round(number)
             for name, took in found.items():
@@ -78,24 +83,29 @@ def main() -> int:
         for name, rate in rates.items():
             print(f"{name:12} {rate:6.2f} GB/s")
     value = {f"{name.replace(' ', '_')}_gb_s": round(rate, 3) for name, rate in rates.items()}
-    value["put_vs_library"] = round(rates["put"] / rates["library put"], 3)
-    value["get_vs_library"] = round(rates["get"] / rates["library get"], 3)
+    for way in ("put", "get"):
+        value[f"{way}_vs_library"] = round(rates[way] / rates[f"library {way}"], 3)
+        value[f"{way}_vs_beside"] = round(rates[way] / rates[f"beside {way}"], 3)
     print(json.dumps(value), flush=True)
     return 0
 
 
 class _Bench:
-    """Two gateways, and the library in this process."""
+    """Two gateways, one without a remote, and the library in this process."""
 
     def __init__(self, folder: Path, master: str) -> None:
         self._gateways = []
         for name in ("a", "b"):
             own = folder / name
             own.mkdir()
-            url = f"mooncake://{master}?host={HOST}&segment={SEGMENT_BYTES}"
+            url = f"mooncake://{master}?host={HOST}&segment={SEGMENT_BYTES}&memory={MEMORY_BYTES}"
             self._gateways.append(BenchGateway(own, ["--capacity", "8GiB", "--grace-ms", "200", "--remote", url]))
         self._put_client, self._get_client = (one.attach(ring_bytes=RING_BYTES) for one in self._gateways)
         self._scheduler = self._gateways[1].attach(Role.SCHEDULER, ring_bytes=RING_BYTES)
+        own = folder / "apart"
+        own.mkdir()
+        self._apart = BenchGateway(own, ["--capacity", "8GiB", "--grace-ms", "200"])
+        self._apart_client = self._apart.attach(ring_bytes=RING_BYTES)
         self._memory = RemoteMemory(2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes, GEOMETRY)
         self._library: Any = importlib.import_module(f"{LIBRARY}.store").MooncakeDistributedStore()
         self._check(self._library.setup(HOST, "P2PHANDSHAKE", 0, 16 * MIB, "tcp", "", master) == 0)
@@ -110,31 +120,48 @@ class _Bench:
         self._touch_pool()
 
     def close(self) -> None:
-        for client in (self._put_client, self._get_client, self._scheduler):
+        for client in (self._put_client, self._get_client, self._scheduler, self._apart_client):
             client.close()
         self._library.close()
-        for gateway in self._gateways:
+        for gateway in (*self._gateways, self._apart):
             gateway.kill()
 
     def round(self, number: int) -> dict[str, float]:
         """Each in turn, on keys of this round; who was first is second the next time. What was put is dropped."""
         keys = [object_key(NAMESPACE, number * OBJECTS + index) for index in range(OBJECTS)]
         names = [remote_key(key.encode(), GEOMETRY) for key in keys]
-        other = [f"bench-{name}" for name in names]
-        works: list[tuple[str, Callable[[], None]]] = [
-            ("library put", lambda: self._library_put(other)),
-            ("put", lambda: self._put(keys, names)),
-            ("library get", lambda: self._library_get(names)),
-            ("get", lambda: self._get(keys)),
-        ]
-        if number % 2:
-            works = [works[1], works[0], works[3], works[2]]
-        found = {name: self._timed(work) for name, work in works}
+        other, third = ([f"{which}-{name}" for name in names] for which in ("bench", "beside"))
+        works: dict[str, Callable[[], None]] = {
+            "library put": lambda: self._library_put(other),
+            "put": lambda: self._put(keys, names),
+            "beside put": lambda: self._beside(lambda: self._library_put(third), keys),
+            "library get": lambda: self._library_get(names),
+            "get": lambda: self._get(keys),
+            "beside get": lambda: self._beside(lambda: self._library_get(third), keys),
+        }
+        found = {}
+        for way in ("put", "get"):
+            own = [name for name in NAMES if name.endswith(way)]
+            for index in range(len(own)):
+                name = own[(index + number) % len(own)]
+                found[name] = self._timed(works[name])
+            self._purge(self._apart)
         for gateway in self._gateways:
-            with closing(Tool(gateway.socket)) as tool:
-                tool.purge(list(tool.objects(b"")))
-        self._forget([*names, *other])
+            self._purge(gateway)
+        self._forget([*names, *other, *third])
         return found
+
+    @staticmethod
+    def _purge(gateway: BenchGateway) -> None:
+        with closing(Tool(gateway.socket)) as tool:
+            tool.purge(list(tool.objects(b"")))
+
+    def _beside(self, work: Callable[[], None], keys: list[Any]) -> None:
+        """That, and at the same time a put of as many bytes to a card without a remote."""
+        thread = threading.Thread(target=work)
+        thread.start()
+        self._put_to(self._apart_client, keys)
+        thread.join()
 
     def _touch_pool(self) -> None:
         """Have the pool's memory touched: first writes to pages would be timed, of either in some round."""
@@ -167,7 +194,10 @@ class _Bench:
 
     def _put(self, keys: list[Any], names: list[str]) -> None:
         """Until the remote has everything: it is asked that itself, which costs the gateway nothing."""
-        client = self._put_client
+        self._put_to(self._put_client, keys)
+        self._until(lambda: set(self._library.batch_is_exist(names)) == {1})
+
+    def _put_to(self, client: Client, keys: list[Any]) -> None:
         objects = []
         for position, key in enumerate(keys):
             slots = client.store_region.take(FRAGMENTS)
@@ -177,7 +207,6 @@ class _Bench:
             objects.append(PutObject(key, LENGTH, slots, 1, position, replace=False))
         statuses = _answers(lambda on_answer: client.put(objects, on_answer), len(keys))
         self._check(statuses == {StoreStatus.CONFIRMED})
-        self._until(lambda: set(self._library.batch_is_exist(names)) == {1})
 
     def _get(self, keys: list[Any]) -> None:
         """From the first question until the bytes are in the engine's ring."""

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
+from pathlib import Path
+
 import pytest
 
 from xkv_store.geometry import Geometry
+from xkv_store.huge_pages import HUGE_PAGE_BYTES
+from xkv_store.remote_child import share
 from xkv_store.remote_memory import RemoteMemory
+from xkv_store.testing.fake_library import FakePool
 
 GEOMETRY = Geometry(4_096)
 
@@ -70,3 +78,24 @@ def test_stores_leave_half_of_it_to_lookups() -> None:
     memory.give(store)
     assert memory.take(8, is_store=True) is not None
     memory.close()
+
+
+def test_the_process_that_calls_the_library_takes_the_memory_in_huge_pages() -> None:
+    """I/O between it and the card goes in as few pieces as I/O of a ring, on both sides from a huge page's begin on."""
+    memory = RemoteMemory(2 * HUGE_PAGE_BYTES, GEOMETRY)
+    place = memory.take(1, is_store=False)
+    assert place is not None
+    ours = ctypes.addressof(ctypes.c_char.from_buffer(memory.views(place, 1)[0]))
+    theirs = share(FakePool("/nowhere"), memory.fd, memory.memory_bytes)
+    assert ours % HUGE_PAGE_BYTES == ctypes.addressof(theirs) % HUGE_PAGE_BYTES == 0
+    ctypes.c_char.from_address(ours).value = b"x"
+    assert theirs.value == b"x"
+    if kernel_collapses():
+        assert os.fstat(memory.fd).st_blocks * 512 == memory.memory_bytes, "all of it is taken, and not a page of it"
+    memory.give(place)
+    memory.close()
+
+
+def kernel_collapses() -> bool:
+    release = tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
+    return release >= (6, 1) and Path("/sys/kernel/mm/transparent_hugepage").is_dir()

@@ -10,7 +10,6 @@ import argparse
 import ctypes
 import importlib
 import importlib.util
-import mmap
 import os
 import queue
 import signal
@@ -19,6 +18,8 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from .huge_pages import Mapping
+from .memory_limit import has_room_for_ring
 from .remote_address import RemoteAddress
 from .remote_words import PACKET_BYTES_MAX, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
 
@@ -29,6 +30,7 @@ LIBRARY: Final = "mooncake"
 PR_SET_PDEATHSIG: Final = 1
 WAITS_NICE: Final = 10
 LIBRARY_BUFFER_BYTES: Final = 16 << 20  # the library's own, for what it is not given memory for: nothing of ours
+BLOCK_BYTES: Final = 512  # of st_blocks
 OURS: Final = -1_000_000  # a code that the library does not have: the call raised
 
 
@@ -73,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_holder = options.memory_fd is None
     try:
         library = _set_up(address, address.segment_bytes if is_holder else 0)
-        memory = None if is_holder else _share(library, options.memory_fd, address.memory_bytes)
+        memory = None if is_holder else share(library, options.memory_fd, address.memory_bytes)
     except _SetUpError as error:
         _say(channel, Failed(str(error)))
         return 1
@@ -115,9 +117,15 @@ def _own_host(master: str) -> str:
         return str(way.getsockname()[0])
 
 
-def _share(library: Library, memory_fd: int, memory_bytes: int) -> ctypes.c_char:
-    """Map the gateway's memory and register it. Returns its first byte, which keeps it mapped."""
-    first = ctypes.c_char.from_buffer(mmap.mmap(memory_fd, memory_bytes))
+def share(library: Library, memory_fd: int, memory_bytes: int) -> ctypes.c_char:
+    """Map the gateway's memory, in huge pages if there are any (ADR 0019), and register it.
+
+    Returns its first byte, which keeps it mapped.
+    """
+    mapping = Mapping(memory_fd, memory_bytes)
+    if has_room_for_ring(memory_bytes, taken_bytes=os.fstat(memory_fd).st_blocks * BLOCK_BYTES):
+        mapping.use_huge_pages([range(memory_bytes)])
+    first = ctypes.c_char.from_buffer(mapping.memory)
     code = library.register_buffer(ctypes.addressof(first), memory_bytes)
     if code:
         raise _SetUpError(f"{memory_bytes} bytes of memory cannot be registered (code {code})")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from .card import PutPlan, PutRefusal
 from .errors import CorruptObject, MediumError
 from .remote_format import header_of, prove_received, remote_key
+from .remote_pace import Pace
 from .remote_words import NOT_FOUND, Lane, code_text
 from .wire_remote import SoughtStatus
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 FETCHES_MAX: Final = 16_384  # objects that are waited for: a few requests of the longest prompts
 TOGETHER_MAX: Final = 256  # objects of one load
-TOGETHER_BYTES_MAX: Final = 64 << 20  # of one load: while it is proved and written, the next comes; 3 s at 180 Mbit/s
+LOAD_NS: Final = 500_000_000  # of one load: an engine waits for 2 s, and what has come is proved and written meanwhile
 ADMIT_NS_MIN: Final = 250_000_000  # between two attempts: each looks for what may leave
 ADMITTED_NS_MAX: Final = 1_500_000_000  # after it was asked for: a full card makes room, and an engine waits for 2 s
 WAITS_NS_MAX: Final = 4_000_000_000  # for its turn: an engine has given up by then
@@ -64,6 +65,7 @@ class RemoteFetches:
         self._memory = memory
         self._work = work
         self._note = note
+        self._pace = Pace(call_ns=LOAD_NS)
         self._fetches: dict[bytes, _Fetch] = {}
         self._queue: deque[_Fetch] = deque()
         self._refused: list[tuple[_Fetch, SlotHeader]] = []  # by the card, for want of slots
@@ -113,7 +115,7 @@ class RemoteFetches:
         """Ask for the first few at once; whether there was room for any."""
         taken: list[_Fetch] = []
         total = 0
-        while self._queue and len(taken) < TOGETHER_MAX and total < TOGETHER_BYTES_MAX:
+        while self._queue and len(taken) < TOGETHER_MAX and total < self._pace.bytes:
             place = self._memory.take(self._queue[0].fragments, is_store=False)
             if place is None:
                 break
@@ -125,13 +127,17 @@ class RemoteFetches:
             self._link.call(
                 Lane.LOAD,
                 [remote_key(fetch.encoded, self._card.geometry) for fetch in taken],
-                partial(self._came, taken),
+                partial(self._came, taken, time.monotonic_ns()),
                 offsets=tuple(fetch.place.offset for fetch in taken if fetch.place is not None),
                 sizes=tuple(fetch.fragments * self._card.geometry.slot_bytes for fetch in taken),
             )
         return bool(taken)
 
-    def _came(self, taken: Sequence[_Fetch], codes: Sequence[int] | None) -> None:
+    def _came(self, taken: Sequence[_Fetch], begun_ns: int, codes: Sequence[int] | None) -> None:
+        if codes is None:
+            self._pace.failed(time.monotonic_ns())
+        else:
+            self._pace.ended(sum(code for code in codes if code > 0), begun_ns, time.monotonic_ns())
         for fetch, code in zip(taken, codes or [-1] * len(taken), strict=True):
             if 0 < code <= fetch.fragments * self._card.geometry.slot_bytes:
                 self._take_in(fetch, code)

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from .ring import make_sealed_memory, map_shared
+from .huge_pages import Mapping
+from .ring import make_sealed_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +50,7 @@ class RemoteMemory:
         self.slots = memory_bytes // geometry.slot_bytes
         self._slot_bytes = geometry.slot_bytes
         self.fd = make_sealed_memory("xkv-remote", memory_bytes)
-        self._view = memoryview(map_shared(self.fd, "remote's memory", memory_bytes))
+        self._view = Mapping(self.fd, memory_bytes).memory
         self._lock = threading.Lock()
         self._is_free = bytearray(b"\x01" * self.slots)
         self._store_slots = 0

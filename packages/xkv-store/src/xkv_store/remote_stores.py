@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from .remote_format import remote_bytes, remote_key
+from .remote_pace import Pace
 from .remote_words import Lane, code_text
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 QUEUED_MAX: Final = 16_384  # objects of which a remote has not been asked yet: some MB; more is not put there
 ASKED_MAX: Final = 256  # in one call: below a millisecond of the master's
 TOGETHER_MAX: Final = 256  # objects of one put
-TOGETHER_BYTES_MAX: Final = 64 << 20  # of one put: 10 s at 54 Mbit/s; each call costs some ms beside that
+PUT_NS: Final = 2_000_000_000  # of one put: it may take 10 s, and holds what it carries for as long
 TOGETHER_BYTES_MIN: Final = 32 << 20  # worth being the next put while there is one
 ALONE_BYTES_MIN: Final = 8 << 20  # worth a put where there is none, while more is being read
 TRIES_MAX: Final = 3  # a node that has just gone is chosen by the master until it has noticed
@@ -60,6 +61,7 @@ class RemoteStores:
         self._memory = memory
         self._work = work
         self._note = note
+        self._pace = Pace(call_ns=PUT_NS)
         self._queue: deque[_Store] = deque()
         self._copied: deque[_Store] = deque()  # these hold what those in the queue wait for, and go before them
         self._later: deque[_Store] = deque()  # to be tried again
@@ -157,25 +159,30 @@ class RemoteStores:
         """Whether what is there should not wait for what will come to it."""
         if not self._putting and not self._reading:
             return True
-        wanted = TOGETHER_BYTES_MIN if self._putting else ALONE_BYTES_MIN
+        wanted = min(TOGETHER_BYTES_MIN if self._putting else ALONE_BYTES_MIN, self._pace.bytes)
         return len(self._read) >= TOGETHER_MAX or sum(one.length for one in self._read) >= wanted
 
     def _put(self) -> None:
         taken: list[_Store] = []
         total = 0
-        while self._read and len(taken) < TOGETHER_MAX and total < TOGETHER_BYTES_MAX:
+        while self._read and len(taken) < TOGETHER_MAX and total < self._pace.bytes:
             taken.append(self._read.pop(0))
             total += remote_bytes(taken[-1].length, self._card.geometry)
         self._putting += len(taken)
         self._link.call(
             Lane.STORE,
             [remote_key(one.key.encode(), self._card.geometry) for one in taken],
-            partial(self._were_put, taken),
+            partial(self._were_put, taken, time.monotonic_ns()),
             offsets=tuple(one.place.offset for one in taken if one.place is not None),
             sizes=tuple(remote_bytes(one.length, self._card.geometry) for one in taken),
         )
 
-    def _were_put(self, taken: Sequence[_Store], codes: Sequence[int] | None) -> None:
+    def _were_put(self, taken: Sequence[_Store], begun_ns: int, codes: Sequence[int] | None) -> None:
+        if codes is None:
+            self._pace.failed(time.monotonic_ns())
+        else:
+            put = (one.length for one, code in zip(taken, codes, strict=True) if code == 0)
+            self._pace.ended(sum(put), begun_ns, time.monotonic_ns())
         self._putting -= len(taken)
         for one, code in zip(taken, codes or [-1] * len(taken), strict=True):
             self._give(one)
