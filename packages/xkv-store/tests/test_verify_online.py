@@ -252,14 +252,14 @@ def test_who_serves_the_card_is_found(
 ) -> None:
     assert len(offsets) == OBJECTS
     card, sockets = str(tmp_path / "card"), str(tmp_path / "sockets")
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "other").mkdir(mode=0o700)
     with serving(tmp_path):
         link = tmp_path / "link"
         link.symlink_to(card)
         assert cli.main(["verify", str(link), "--socket-dir", sockets]) == 0
         assert "60 objects proved" in capsys.readouterr().out
         for words, said in (
-            ([card, "--socket-dir", str(tmp_path / "elsewhere")], "name it with --socket-dir or --socket"),
+            ([card, "--socket-dir", str(tmp_path / "other")], "name it with --socket-dir or --socket"),
             ([card, "--rebuild"], "only where no gateway has the card"),
             ([str(tmp_path), "--socket-dir", sockets, "--port", "5557"], "serves another card"),
         ):
