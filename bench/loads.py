@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 from gateways import MIB, running
 from in_memory import MEMORY
 from report import Part
-from transfers import RING_BYTES, Load, fill, get, put
+from transfers import BATCH, RING_BYTES, Load, fill, get, put
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ TOTAL_QUICK: Final = 1_000_000_000
 OVERFILL: Final = 1.5
 LOADS: Final = (
     Load("32m", size=32 * MIB, block=32 * MIB, depth=8, total=TOTAL),
-    Load("2m", size=2 * MIB, block=2 * MIB, depth=32, total=TOTAL),
+    Load("2m", size=2 * MIB, block=2 * MIB, depth=32, total=TOTAL, batch=BATCH),
 )
 
 

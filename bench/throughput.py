@@ -23,7 +23,7 @@ import numpy as np
 from fio import Fio
 from gateways import MIB, BenchGateway, running
 from report import Part
-from transfers import RING_BYTES, SIDES, Load, Side, fill
+from transfers import BATCH, RING_BYTES, SIDES, Load, Side, fill
 from xkv_store.database import aligned
 from xkv_store.geometry import DATA_OFFSET, FRAGMENT_BYTES, SLOT_BYTES
 
@@ -47,7 +47,7 @@ class Group:
 
 LARGE: Final = Load("32m", size=32 * MIB, block=32 * MIB, depth=8, total=1024 * MIB)
 MEDIUM: Final = Load("2m", size=2 * MIB, block=2 * MIB, depth=32, total=1024 * MIB)
-SMALL: Final = Load("small", size=FRAGMENT_BYTES, block=SLOT_BYTES, depth=32, total=10_000 * SLOT_BYTES, batch=8)
+SMALL: Final = Load("small", size=FRAGMENT_BYTES, block=SLOT_BYTES, depth=32, total=10_000 * SLOT_BYTES, batch=BATCH)
 HALF: Final = 512 * MIB  # a run, where only the details have it
 GROUPS: Final = (
     Group(1, (LARGE,), 5, counts_cpu=True),

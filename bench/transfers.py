@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 WAIT_S_MAX: Final = 120.0
 RING_BYTES: Final = 1024 * MIB  # half for puts, half for gets: 16 objects of 32 MiB each
 GEOMETRY: Final = Geometry()
+BATCH: Final = 8
+"""Small objects in a message: what a step of an engine's job has gathered goes in one, 16 MiB of 2 MiB objects here."""
 
 
 @dataclass(frozen=True, slots=True)
