@@ -18,7 +18,7 @@ from xkv_store.remote_words import Lane
 from xkv_store.wire_remote import SoughtStatus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 NS = 1_000_000_000
 CALL_NS = 3_000_000  # that each call takes beside its bytes
@@ -87,15 +87,38 @@ class SlowLink:
         self.calls.append((sum(sizes), on_codes))
 
 
-def test_what_is_fetched_after_a_call_that_was_ended_is_less() -> None:
-    geometry = Geometry(1 << 20)
-    memory, link = RemoteMemory(64 << 20, geometry), SlowLink()
-    card = SimpleNamespace(geometry=geometry, table=SimpleNamespace(holds=lambda *_: False))
+GEOMETRY = Geometry(1 << 20)
+
+
+@pytest.fixture
+def memory() -> Iterator[RemoteMemory]:
+    made = RemoteMemory(64 << 20, GEOMETRY)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def link() -> SlowLink:
+    return SlowLink()
+
+
+@pytest.fixture
+def fetches(memory: RemoteMemory, link: SlowLink) -> RemoteFetches:
+    card = SimpleNamespace(geometry=GEOMETRY, table=SimpleNamespace(holds=lambda *_: False))
     of_any: Any = link
-    fetches = RemoteFetches(card, of_any, memory, of_any, lambda *_: None)  # type: ignore[arg-type]
+    return RemoteFetches(card, of_any, memory, of_any, lambda *_: None)  # type: ignore[arg-type]
+
+
+def ask(fetches: RemoteFetches, *fragments: int, first: int = 0) -> list[SoughtStatus]:
+    """Objects of so many fragments, numbered from `first` on; what is heard of them."""
     heard: list[SoughtStatus] = []
-    for number in range(64):
-        fetches.add(ObjectKey(b"n" * 16, 0, number.to_bytes(8, "little"), 0), 1, 0, heard.append, 0)
+    for number, size in enumerate(fragments, first):
+        fetches.add(ObjectKey(b"n" * 16, 0, number.to_bytes(8, "little"), 0), size, 0, heard.append, 0)
+    return heard
+
+
+def test_what_is_fetched_after_a_call_that_was_ended_is_less(fetches: RemoteFetches, link: SlowLink) -> None:
+    heard = ask(fetches, *[1] * 64)
     fetches.step(1)
     before = [asked for asked, _ in link.calls]
     assert before == [BYTES_BEGIN] * CALLS_MAX[Lane.LOAD]
@@ -105,6 +128,47 @@ def test_what_is_fetched_after_a_call_that_was_ended_is_less() -> None:
     assert set(heard) == {SoughtStatus.FAILED}
     fetches.step(2)
     assert [asked for asked, _ in link.calls] == [BYTES_BEGIN >> len(before)] * CALLS_MAX[Lane.LOAD]
-    for _, on_codes in link.calls:
-        on_codes(None)
-    memory.close()
+
+
+def test_an_object_that_is_larger_than_a_call_goes_alone(fetches: RemoteFetches, link: SlowLink) -> None:
+    """By 90 Mbit/s 32 MiB take 3 s: with others before it in its call it would come to nothing, again and again."""
+    ask(fetches, 1, 32, 1, 1)
+    fetches.step(1)
+    assert [asked >> 20 for asked, _ in link.calls] == [1, 32]
+    link.calls.clear()
+    fetches.step(2)
+    assert [asked >> 20 for asked, _ in link.calls] == [2]
+
+
+def test_calls_for_objects_that_fill_little_of_their_slots_grow_again(fetches: RemoteFetches, link: SlowLink) -> None:
+    """How much comes is known when it has come: reckoned as whole slots, calls stayed as small as they once were."""
+    ask(fetches, *[1] * 16)
+    for now_ns in range(1, 9):
+        fetches.step(now_ns)
+        for _, on_codes in [link.calls.pop(0) for _ in list(link.calls)]:
+            on_codes(None)
+        ask(fetches, *[1] * 16, first=100 * now_ns)
+    asked_for: list[int] = []
+    for number in range(1, 41):  # some may take long on a machine that does other things
+        ask(fetches, *[1] * 128, first=10_000 * number)
+        fetches.step(1_000 + number)
+        asked, on_codes = link.calls.pop(0)
+        asked_for.append(asked >> 20)
+        on_codes([65_536] * (asked >> 20))
+    assert asked_for[0] == 1
+    assert max(asked_for) >= 32
+
+
+def test_after_a_failure_objects_are_reckoned_as_whole_slots(fetches: RemoteFetches, link: SlowLink) -> None:
+    ask(fetches, *[1] * 300)
+    fetches.step(1)
+    first, second = (on_codes for _, on_codes in link.calls)
+    link.calls.clear()
+    first([4_096] * 16)
+    fetches.step(2)
+    assert link.calls[0][0] >> 20 > 16, "a call has room for many that are as small"
+    (_, third) = link.calls.pop()
+    second(None)
+    third(None)
+    fetches.step(3)
+    assert {asked >> 20 for asked, _ in link.calls} == {BYTES_BEGIN >> 22}

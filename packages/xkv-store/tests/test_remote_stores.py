@@ -9,7 +9,8 @@ from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
 from xkv_store.plans import PutPlan
 from xkv_store.remote_memory import RemoteMemory
-from xkv_store.remote_stores import RemoteStores
+from xkv_store.remote_pace import BYTES_MIN
+from xkv_store.remote_stores import TOGETHER_MAX, RemoteStores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,5 +70,25 @@ def test_copies_of_what_came_later_do_not_keep_the_memory_from_what_waits_for_it
         remote.round()
     assert stores.counters["remote_stores"] == len(waiting)
     assert not len(stores)
+    assert memory.free == memory.slots
+    memory.close()
+
+
+def test_puts_of_small_objects_grow_as_those_of_large_ones_do() -> None:
+    """A slot of 4 KiB is sent for 100 bytes: counted as 100, no number of them ever filled half a call."""
+    memory, remote = RemoteMemory(4_096 * 4_096, GEOMETRY), Remote()
+    card = SimpleNamespace(geometry=GEOMETRY)
+    of_any: Any = remote
+    stores = RemoteStores(card, of_any, memory, of_any, lambda *_: None)  # type: ignore[arg-type]
+    stores._pace.bytes = BYTES_MIN
+    for round_number in range(40):  # some may take long on a machine that does other things
+        for number in range(2 * TOGETHER_MAX):
+            stores.add(plan_of(round_number << 16 | number), memory.take(1, is_store=True))
+        while len(stores):
+            stores.step(round_number)
+            remote.round()
+        if stores._pace.bytes > BYTES_MIN:
+            break
+    assert stores._pace.bytes > BYTES_MIN
     assert memory.free == memory.slots
     memory.close()

@@ -66,6 +66,7 @@ class RemoteFetches:
         self._work = work
         self._note = note
         self._pace = Pace(call_ns=LOAD_NS)
+        self._came_bytes: dict[int, int] = {}  # the most of an object of so many fragments, in the last call with such
         self._fetches: dict[bytes, _Fetch] = {}
         self._queue: deque[_Fetch] = deque()
         self._refused: list[tuple[_Fetch, SlotHeader]] = []  # by the card, for want of slots
@@ -115,14 +116,17 @@ class RemoteFetches:
         """Ask for the first few at once; whether there was room for any."""
         taken: list[_Fetch] = []
         total = 0
-        while self._queue and len(taken) < TOGETHER_MAX and total < self._pace.bytes:
-            place = self._memory.take(self._queue[0].fragments, is_store=False)
+        while self._queue and len(taken) < TOGETHER_MAX:
+            fragments = self._queue[0].fragments
+            total += self._came_bytes.get(fragments, fragments * self._card.geometry.slot_bytes)
+            if taken and total > self._pace.bytes:
+                break
+            place = self._memory.take(fragments, is_store=False)
             if place is None:
                 break
             fetch = self._queue.popleft()
             fetch.place = place
             taken.append(fetch)
-            total += place.slots * self._card.geometry.slot_bytes
         if taken:
             self._link.call(
                 Lane.LOAD,
@@ -135,9 +139,12 @@ class RemoteFetches:
 
     def _came(self, taken: Sequence[_Fetch], begun_ns: int, codes: Sequence[int] | None) -> None:
         if codes is None:
+            self._came_bytes.clear()
             self._pace.failed(time.monotonic_ns())
         else:
             self._pace.ended(sum(code for code in codes if code > 0), begun_ns, time.monotonic_ns())
+            came = [(code, fetch.fragments) for fetch, code in zip(taken, codes, strict=True) if code > 0]
+            self._came_bytes.update({fragments: code for code, fragments in sorted(came)})
         for fetch, code in zip(taken, codes or [-1] * len(taken), strict=True):
             if 0 < code <= fetch.fragments * self._card.geometry.slot_bytes:
                 self._take_in(fetch, code)

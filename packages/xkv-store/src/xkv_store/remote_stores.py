@@ -165,9 +165,11 @@ class RemoteStores:
     def _put(self) -> None:
         taken: list[_Store] = []
         total = 0
-        while self._read and len(taken) < TOGETHER_MAX and total < self._pace.bytes:
+        while self._read and len(taken) < TOGETHER_MAX:
+            total += remote_bytes(self._read[0].length, self._card.geometry)
+            if taken and total > self._pace.bytes:
+                break
             taken.append(self._read.pop(0))
-            total += remote_bytes(taken[-1].length, self._card.geometry)
         self._putting += len(taken)
         self._link.call(
             Lane.STORE,
@@ -182,7 +184,8 @@ class RemoteStores:
             self._pace.failed(time.monotonic_ns())
         else:
             put = (one.length for one, code in zip(taken, codes, strict=True) if code == 0)
-            self._pace.ended(sum(put), begun_ns, time.monotonic_ns())
+            sent_bytes = sum(remote_bytes(length, self._card.geometry) for length in put)
+            self._pace.ended(sent_bytes, begun_ns, time.monotonic_ns())
         self._putting -= len(taken)
         for one, code in zip(taken, codes or [-1] * len(taken), strict=True):
             self._give(one)
