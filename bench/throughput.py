@@ -44,11 +44,17 @@ class Group:
     repeats: int
     counts_cpu: bool = False  # in `cpu_s_per_gb`
 
+    @property
+    def has_figures(self) -> bool:
+        """Whether it is not for the details alone."""
+        return any(load.is_figure for load in self.loads)
+
 
 LARGE: Final = Load("32m", size=32 * MIB, block=32 * MIB, depth=8, total=1024 * MIB)
 MEDIUM: Final = Load("2m", size=2 * MIB, block=2 * MIB, depth=32, total=1024 * MIB)
 SMALL: Final = Load("small", size=FRAGMENT_BYTES, block=SLOT_BYTES, depth=32, total=10_000 * SLOT_BYTES, batch=BATCH)
 HALF: Final = 512 * MIB  # a run, where only the details have it
+FIGURES_S_MAX: Final = 150.0  # where the figures alone take longer, the machine is too slow for details besides
 GROUPS: Final = (
     Group(1, (LARGE,), 5, counts_cpu=True),
     Group(1, (MEDIUM,), 5, counts_cpu=True),
@@ -91,7 +97,12 @@ def run(folder: Path, *, quick: bool) -> Part:
     fio = Fio.prepare(folder, max(load.total for group in groups for load in group.loads))
     part = Part(details=[f"overwriting, fio by {fio.engine}"])
     cpu_s, moved = 0.0, 0
+    began_s = time.monotonic()
     for group in groups:
+        if not group.has_figures and time.monotonic() - began_s > FIGURES_S_MAX:
+            sizes = ", ".join(f"{load.block >> 10} KiB at depth {load.depth}" for load in group.loads)
+            part.details.append(f"left out, as this machine is slow: {group.databases} databases, {sizes}")
+            continue
         with tempfile.TemporaryDirectory(dir=folder) as own:
             compared = _group(Path(own), group, fio, FIO_JOBS[:1] if quick else FIO_JOBS, part)
         if group.counts_cpu:
