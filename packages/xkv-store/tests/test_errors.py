@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from xkv_store.errors import CorruptObject, MediumError, PeerError, UserError, XkvError
+from xkv_store.errors import CorruptObject, MediumError, PeerError, UserError, XkvError, without_trace
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,18 @@ def test_medium_error_names_reason_and_remedy() -> None:
 
 def test_corrupt_object_is_a_medium_error() -> None:
     assert isinstance(CorruptObject("x"), MediumError)
+
+
+def test_an_error_that_is_kept_knows_nothing_of_where_it_was() -> None:
+    try:
+        try:
+            raise OSError(errno.EIO, "the cause")
+        except OSError as cause:
+            raise MediumError.of(cause, "reading") from cause
+    except MediumError as error:
+        kept = without_trace(error)
+    assert (
+        str(kept) == "reading: Input/output error (the device reports errors: look at the kernel's log, and replace it)"
+    )
+    assert isinstance(kept.__cause__, OSError)
+    assert (kept.__traceback__, kept.__cause__.__traceback__) == (None, None)
