@@ -58,7 +58,7 @@ class Headers(NamedTuple):
 class FilePlace(NamedTuple):
     """So many slots one behind the other from `offset` on in a file, of which so many bytes are moved in a call.
 
-    `address`: where that is mapped, or 0. Then the core copies it; the kernel, where the file ends before it.
+    `address`: where that is mapped, or 0. Then the core copies it; the kernel, where the file is shorter or has holes.
     """
 
     fd: int
