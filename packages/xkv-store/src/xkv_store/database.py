@@ -200,12 +200,16 @@ class Database:
             return None
 
     def take_memory(self) -> None:
-        """From now on a database in memory is given all that it has room for, while it is used."""
-        self._memory.begin()
+        """From now on a database in memory is given all that it was promised, while it is used.
+
+        Of one that was cut, or has holes, others may have that memory by now: it comes with what is put there, or not.
+        """
+        if os.fstat(self._fd).st_blocks * _BLOCK_BYTES >= _database_bytes(self.superblock):
+            self._memory.begin()
 
     @property
     def memory(self) -> str | None:
-        """`taking` while that goes on, then `taken`; None for a database on a device."""
+        """`taking` while that goes on, then `taken`, or `partly`; None for a database on a device, or with holes."""
         return self._memory.word
 
     def close(self) -> None:
