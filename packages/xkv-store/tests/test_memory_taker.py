@@ -123,7 +123,12 @@ def test_where_the_group_has_no_room_nothing_is_charged_to_it(
     mapping: Mapping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces: list[int] = []
-    monkeypatch.setattr(Mapping, "_use_huge_page", lambda _, number: pieces.append(number) or 0)
+
+    def piece(_: Mapping, number: int) -> int:
+        pieces.append(number)
+        return 0
+
+    monkeypatch.setattr(Mapping, "_use_huge_page", piece)
     monkeypatch.setattr("xkv_store.memory_taker.groups_have_room", lambda: len(pieces) < 2)
     monkeypatch.setattr("xkv_store.memory_taker.PIECES_PER_LOOK", 1)
     taker = MemoryTaker(mapping)
