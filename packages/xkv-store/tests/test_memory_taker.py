@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from xkv_store.database import Database
+from xkv_store.database import Database, aligned_slots
+from xkv_store.geometry import DATA_OFFSET
 from xkv_store.huge_pages import HUGE_PAGE_BYTES, Mapping, is_memory
 from xkv_store.layout import Superblock
 from xkv_store.memory_taker import MemoryTaker
@@ -207,6 +208,32 @@ def test_what_was_taken_from_a_file_is_not_taken_again(monkeypatch: pytest.Monke
             database.take_memory()
             assert database.memory is None
             assert path.stat().st_blocks == held
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_copy_with_holes_gets_what_it_lacks_when_it_is_opened(monkeypatch: pytest.MonkeyPatch, room: bool) -> None:
+    """`cp` leaves out what was never written: later there may be no room for it. Where there is none, it is used so."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "no room")
+
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="xkv-test-") as folder:
+        path = new_database(folder)
+        size = path.stat().st_size
+        with path.open("r+b") as file:
+            file.seek(DATA_OFFSET)
+            file.write(b"some object" + bytes(SLOT - 11))
+        os.truncate(path, DATA_OFFSET + SLOT)
+        os.truncate(path, size)
+        if not room:
+            monkeypatch.setattr("xkv_store.database._use_huge_pages", full)
+        with closing(Database.open(path)) as database:
+            database.take_memory()
+            assert (database.memory is not None) is room
+            assert (path.stat().st_blocks * 512 >= size) is room
+            slots = aligned_slots(1, SLOT)
+            database.read(0, slots)
+            assert bytes(slots[0][:11]) == b"some object"
 
 
 CHILD = """

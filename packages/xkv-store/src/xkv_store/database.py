@@ -204,7 +204,7 @@ class Database:
 
         Of one that was cut, or has holes, others may have that memory by now: it comes with what is put there, or not.
         """
-        if os.fstat(self._fd).st_blocks * _BLOCK_BYTES >= _database_bytes(self.superblock):
+        if _has_all(self._fd, self.superblock):
             self._memory.begin()
 
     @property
@@ -247,11 +247,19 @@ class Database:
 
     @classmethod
     def _check_size(cls, path: Path, fd: int, superblock: Superblock) -> None:
-        """A file that was cut is made whole again: what it lost reads as misses."""
+        """A file that was cut is made whole again: what it lost reads as misses. So is one in memory with holes.
+
+        Those are where nothing was ever put (`cp` leaves that out): without room for them it can be used all the same.
+        """
         size = os.lseek(fd, 0, os.SEEK_END)
         if size < _database_bytes(superblock):
             log.warning("%s was cut to %d bytes: what it lost are misses now", path, size)
             cls._allocate(path, fd, superblock)
+        elif is_memory(fd) and not _has_all(fd, superblock):
+            try:
+                cls._allocate(path, fd, superblock)
+            except UserError as error:
+                log.warning("%s has holes, and puts into them may fail: %s", path, error)
 
     def _move(self, call: Mover, doing: str, first_slot: int, buffers: Sequence[memoryview]) -> None:
         assert 0 <= first_slot <= self.superblock.slots - len(buffers)
@@ -411,6 +419,11 @@ def aligned_slots(count: int, slot_bytes: int) -> Slots:
 
 def _database_bytes(superblock: Superblock) -> int:
     return DATA_OFFSET + superblock.slots * superblock.slot_bytes
+
+
+def _has_all(fd: int, superblock: Superblock) -> bool:
+    """Whether a file holds all that it needs: nothing was cut off, and there are no holes."""
+    return os.fstat(fd).st_blocks * _BLOCK_BYTES >= _database_bytes(superblock)
 
 
 def _use_huge_pages(fd: int, needed: int) -> None:
