@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from xkv_store.database import Database, aligned_slots
+from xkv_store.errors import UserError
 from xkv_store.geometry import DATA_OFFSET
 from xkv_store.huge_pages import HUGE_PAGE_BYTES, Mapping, is_memory
 from xkv_store.layout import Superblock
+from xkv_store.memory_limit import GroupLimit
 from xkv_store.memory_taker import MemoryTaker
 
 if TYPE_CHECKING:
@@ -234,6 +236,23 @@ def test_a_copy_with_holes_gets_what_it_lacks_when_it_is_opened(monkeypatch: pyt
             slots = aligned_slots(1, SLOT)
             database.read(0, slots)
             assert bytes(slots[0][:11]) == b"some object"
+
+
+def test_a_database_that_the_control_group_cannot_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To allocate it would end the process, at each start anew."""
+    found = GroupLimit(limit_bytes=SIZE, file=GROUPS / "some" / "memory.max")
+    monkeypatch.setattr("xkv_store.database.group_limit", lambda _: found)
+    with tempfile.TemporaryDirectory(dir=MEMORY, prefix="xkv-test-") as folder:
+        path = Path(folder) / "db"
+        with pytest.raises(UserError, match=rf"control group may have {SIZE} .*memory.max.*smaller capacity"):
+            Database.make(path, Superblock(0, 1, SLOT, SIZE // SLOT, bytes(16), bytes(16), 0))
+        assert not path.exists()
+        Database.make(path, Superblock(0, 1, SLOT, (SIZE - DATA_OFFSET) // SLOT, bytes(16), bytes(16), 0))
+
+
+def test_what_a_database_on_a_disk_takes_is_nobodys_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("xkv_store.database.group_limit", lambda _: GroupLimit(limit_bytes=1, file=GROUPS))
+    Database.make(tmp_path / "db", Superblock(0, 1, SLOT, SIZE // SLOT, bytes(16), bytes(16), 0))
 
 
 CHILD = """

@@ -28,6 +28,7 @@ from .geometry import (
 )
 from .huge_pages import Mapping, is_memory
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
+from .memory_limit import Roots, group_limit
 from .memory_taker import MemoryTaker
 from .native import FilePlace, Headers, Native, PlaceError, UnreachableError, library
 from .private_files import database_path, open_private
@@ -228,7 +229,7 @@ class Database:
             return
         size = os.fstat(fd).st_size
         try:
-            _expect_room(fd, needed)
+            _expect_room(path, fd, needed)
             _use_huge_pages(fd, needed)
             cls._reserve(fd, needed)
         except OSError as error:
@@ -441,9 +442,18 @@ def _use_huge_pages(fd: int, needed: int) -> None:
         log.debug("no huge pages for a database: %s", error.strerror)
 
 
-def _expect_room(fd: int, needed: int) -> None:
-    """OSError (ENOSPC) where a file of so many bytes cannot fit: trying would take all that others have left."""
+def _expect_room(path: Path, fd: int, needed: int) -> None:
+    """OSError (ENOSPC) where a file of so many bytes cannot fit: trying would take all that others have left.
+
+    UserError where it is memory, and more than this process may have: trying would be its end.
+    """
     free, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * _BLOCK_BYTES
+    limit = group_limit(Roots()) if is_memory(fd) else None
+    if limit is not None and needed - held > limit.limit_bytes:
+        raise UserError(
+            f"no room for a database of {needed} bytes at {path}, which is memory: this process's control group may "
+            f"have {limit.limit_bytes} bytes ({limit.file}); give a smaller capacity, another path, or raise that limit"
+        )
     if needed - held > free.f_bavail * free.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
