@@ -342,13 +342,18 @@ struct part {
     uint64_t fd, offset, count, step_bytes, address;
 };
 
-/* Whether a mapped part is there, and not behind the end of a file that was cut: to touch that would end the process. */
+#define STAT_BLOCK_BYTES 512     /* of st_blocks, stat(3type) */
+
+/* Whether a mapped part is there: to touch what is behind the end of a file that was cut, or in a hole of one on a full
+ * tmpfs, would end the process. Where the hole is, nobody says: the kernel copies then, whatever it is.
+ */
 static int is_there(const struct part *part, const uint64_t *bytes) {
     struct stat found;
     uint64_t whole = 0;
     for (size_t number = 0; number < part->count; number++)
         whole += bytes[number];
-    return part->address && fstat((int)part->fd, &found) == 0 && (uint64_t)found.st_size >= part->offset + whole;
+    return part->address && fstat((int)part->fd, &found) == 0 && (uint64_t)found.st_size >= part->offset + whole &&
+           (uint64_t)found.st_blocks * STAT_BLOCK_BYTES >= (uint64_t)found.st_size;
 }
 
 /* What ended everything: an errno or CUT_SHORT, and the number of the part in which it was. */

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import errno
+import gc
+import logging
+import os
 import shutil
 import threading
 import time
-from contextlib import ExitStack
+import weakref
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import pytest
 
-from xkv_store import connections, control, io_pool, ring, wire
+from xkv_store import connections, control, io_pool, medium, ring, wire
 from xkv_store import database as database_module
 from xkv_store import gateway as gateway_module
 from xkv_store.card import Card, CardOptions
 from xkv_store.database import Database
-from xkv_store.errors import MediumError, PeerError
+from xkv_store.errors import CorruptObject, MediumError, PeerError
 from xkv_store.gateway import Gateway, GatewayOptions
 from xkv_store.geometry import Geometry
 from xkv_store.key import ObjectKey
-from xkv_store.testing.peer import Peer
+from xkv_store.testing.peer import Peer, attached
 from xkv_store.wire import LoadStatus, StoreStatus
 
 if TYPE_CHECKING:
@@ -32,6 +36,7 @@ SLOT_BYTES = 16_384
 GEOMETRY = Geometry(SLOT_BYTES)
 CONTENT = b"content" * 5_000
 WAIT_S_MAX = 20.0
+GONE_S_MAX = 5.0
 
 
 def key_of(number: int) -> bytes:
@@ -151,6 +156,69 @@ def test_an_error_of_ours_costs_one_object_and_is_counted(peer: Peer, monkeypatc
         broken.setattr(Card, "write", bug)
         assert peer.put(CONTENT, key_of(1)) is StoreStatus.FAILED
     assert peer.put(CONTENT, key_of(1)) is StoreStatus.CONFIRMED
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    """A gateway that has nothing to do makes no garbage that would have it begin. No record of an error is kept."""
+    logging.disable(logging.CRITICAL)
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.parametrize("objects", [1, 3], ids=["one", "a row"])
+@pytest.mark.parametrize("what", ["store", "load", "a damaged load", "a bug"])
+def test_an_engine_that_is_gone_leaves_no_memory_behind_though_its_io_has_failed(
+    start: Callable[[int], Bench], monkeypatch: pytest.MonkeyPatch, what: str, objects: int
+) -> None:
+    """An error's trace leads to the ring: gigabytes, until the collector comes."""
+    bench = start(2)
+    content = b"small"
+    keys = [key_of(number) for number in range(objects)]
+    if what != "store":
+        with attached(bench.options.socket, geometry=GEOMETRY) as before:
+            assert [before.put(content, key) for key in keys] == [StoreStatus.CONFIRMED] * objects
+    if what == "a damaged load":
+        monkeypatch.setattr(medium, "prove", lambda *_: corrupt())
+    elif what == "a bug":
+        monkeypatch.setattr(Card, "read", lambda *_: 1 // 0)
+        monkeypatch.setattr(Card, "read_row", lambda *_: 1 // 0)
+    else:
+        monkeypatch.setattr(database_module, "library", lambda: None)  # it would go past these
+        monkeypatch.setattr(os, "pwritev", no_io)
+        monkeypatch.setattr(os, "preadv", no_io)
+    with no_collector():
+        peer = bench.peer("dying")
+        assert bench.gateway._loop is not None
+        (engine,) = bench.gateway._loop._desk.engines
+        ring_of_gateway = weakref.ref(engine.ring)
+        del engine
+        if what == "store":
+            store_slots = [(peer.welcome.store_region.first + number,) for number in range(objects)]
+            puts = [wire.PutObject(key, 5, slots, 1, 0, False) for key, slots in zip(keys, store_slots, strict=True)]
+            peer.send(wire.Put(1, tuple(puts)))
+        else:
+            load_slots = [(peer.welcome.load_region.first + number,) for number in range(objects)]
+            peer.send(wire.Get(1, tuple(wire.GetObject(key, at, 0) for key, at in zip(keys, load_slots, strict=True))))
+        settle(peer, objects)
+        peer.close()
+        until_s = time.monotonic() + GONE_S_MAX
+        while ring_of_gateway() is not None and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert ring_of_gateway() is None
+
+
+def no_io(*_: object) -> int:
+    raise OSError(errno.EIO, "the test's medium")
+
+
+def corrupt() -> None:
+    raise CorruptObject("the test's damage")
 
 
 class Valve:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from xkv_store import ring as rings
-from xkv_store.memory_limit import Roots, group_limit, has_room_for_ring
+from xkv_store.memory_limit import Roots, group_limit, groups_have_room, has_room_for_ring
 from xkv_store.ring import Ring
 
 MIB = 1 << 20
@@ -55,6 +55,33 @@ def test_nothing_is_known_and_nothing_hinders(tmp_path: Path) -> None:
     nowhere = Roots(tmp_path / "proc", tmp_path / "groups")
     assert group_limit(nowhere) is None
     assert has_room_for_ring(1 << 40, nowhere)
+
+
+@pytest.mark.parametrize(
+    ("limit", "held", "have_room"),
+    [("max\n", "9\n", True), ("100\n", "49\n", True), ("100\n", "50\n", False), ("100\n", "", True)],
+)
+def test_a_group_has_room_until_half_of_what_it_may_have_is_held(
+    tmp_path: Path, limit: str, held: str, have_room: bool
+) -> None:
+    found = roots(tmp_path, limit=limit)
+    (found.groups / "a" / "memory.current").write_text(held, encoding="utf-8")
+    assert groups_have_room(found) is have_room
+    (found.groups / "memory.max").write_text("1000\n", encoding="utf-8")
+    (found.groups / "memory.current").write_text("501\n", encoding="utf-8")
+    assert not groups_have_room(found), "the one above it has none"
+
+
+def test_groups_of_version_1_are_known_as_well(tmp_path: Path) -> None:
+    found = roots(tmp_path, limit="max\n")
+    (found.proc / "self" / "cgroup").write_text("7:memory:/b\n", encoding="utf-8")
+    group = found.groups / "memory" / "b"
+    group.mkdir(parents=True)
+    (group / "memory.limit_in_bytes").write_text("100\n", encoding="utf-8")
+    (group / "memory.usage_in_bytes").write_text("51\n", encoding="utf-8")
+    assert not groups_have_room(found)
+    (group / "memory.usage_in_bytes").write_text("49\n", encoding="utf-8")
+    assert groups_have_room(found)
 
 
 def test_a_ring_that_might_be_too_large_is_not_taken_ahead(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Where there is no C compiler, the tests of the library itself are of a build tha
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import random
@@ -307,6 +308,29 @@ def test_a_file_that_was_cut_is_a_corrupt_object(opened: Database, plan: GetPlan
     os.truncate(opened.path, DATA_OFFSET + extent.first * GEOMETRY.slot_bytes + 100)
     with pytest.raises(CorruptObject, match="cut off"):
         read(opened, plan)
+
+
+def test_a_hole_in_a_file_is_not_touched(opened: Database, plan: GetPlan) -> None:
+    """Where a tmpfs is full, touching one that is mapped would end the process (SIGBUS); the kernel says ENOSPC."""
+    if not opened._in_memory:
+        return
+    held = opened.path.stat().st_blocks
+    punch(opened, 0, 12)
+    holed = opened.path.stat().st_blocks
+    assert holed < held
+    with pytest.raises(CorruptObject):
+        read(opened, plan)
+    assert opened.path.stat().st_blocks == holed, "it was read by the kernel, which makes no page for that"
+    write(opened, plan, 7)
+    assert read(opened, plan) == content(plan, 7)
+
+
+def punch(opened: Database, slot: int, count: int) -> None:
+    """Give the memory of some slots back, as `fallocate --punch-hole` does."""
+    fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    offset, size = DATA_OFFSET + slot * GEOMETRY.slot_bytes, count * GEOMETRY.slot_bytes
+    assert fallocate(opened._fd, 3, offset, size) == 0, os.strerror(ctypes.get_errno())
 
 
 def test_a_device_that_fails_is_the_mediums_error(opened: Database, plan: GetPlan) -> None:

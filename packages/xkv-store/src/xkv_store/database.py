@@ -28,6 +28,7 @@ from .geometry import (
 )
 from .huge_pages import Mapping, is_memory
 from .layout import BadBytesError, OtherVersionError, Superblock, pack_superblock, parse_superblock
+from .memory_limit import Roots, group_limit
 from .memory_taker import MemoryTaker
 from .native import FilePlace, Headers, Native, PlaceError, UnreachableError, library
 from .private_files import database_path, open_private
@@ -200,12 +201,16 @@ class Database:
             return None
 
     def take_memory(self) -> None:
-        """From now on a database in memory is given all that it has room for, while it is used."""
-        self._memory.begin()
+        """From now on a database in memory is given all that it was promised, while it is used.
+
+        Of one that was cut, or has holes, others may have that memory by now: it comes with what is put there, or not.
+        """
+        if _has_all(self._fd, self.superblock):
+            self._memory.begin()
 
     @property
     def memory(self) -> str | None:
-        """`taking` while that goes on, then `taken`; None for a database on a device."""
+        """`taking` while that goes on, then `taken`, or `partly`; None for a database on a device, or with holes."""
         return self._memory.word
 
     def close(self) -> None:
@@ -224,7 +229,7 @@ class Database:
             return
         size = os.fstat(fd).st_size
         try:
-            _expect_room(fd, needed)
+            _expect_room(path, fd, needed)
             _use_huge_pages(fd, needed)
             cls._reserve(fd, needed)
         except OSError as error:
@@ -243,11 +248,19 @@ class Database:
 
     @classmethod
     def _check_size(cls, path: Path, fd: int, superblock: Superblock) -> None:
-        """A file that was cut is made whole again: what it lost reads as misses."""
+        """A file that was cut is made whole again: what it lost reads as misses. So is one in memory with holes.
+
+        Those are where nothing was ever put (`cp` leaves that out): without room for them it can be used all the same.
+        """
         size = os.lseek(fd, 0, os.SEEK_END)
         if size < _database_bytes(superblock):
             log.warning("%s was cut to %d bytes: what it lost are misses now", path, size)
             cls._allocate(path, fd, superblock)
+        elif is_memory(fd) and not _has_all(fd, superblock):
+            try:
+                cls._allocate(path, fd, superblock)
+            except UserError as error:
+                log.warning("%s has holes, and puts into them may fail: %s", path, error)
 
     def _move(self, call: Mover, doing: str, first_slot: int, buffers: Sequence[memoryview]) -> None:
         assert 0 <= first_slot <= self.superblock.slots - len(buffers)
@@ -409,6 +422,11 @@ def _database_bytes(superblock: Superblock) -> int:
     return DATA_OFFSET + superblock.slots * superblock.slot_bytes
 
 
+def _has_all(fd: int, superblock: Superblock) -> bool:
+    """Whether a file holds all that it needs: nothing was cut off, and there are no holes."""
+    return os.fstat(fd).st_blocks * _BLOCK_BYTES >= _database_bytes(superblock)
+
+
 def _use_huge_pages(fd: int, needed: int) -> None:
     """Let a file that is memory (on a tmpfs) lie in huge pages: each copy in or out of it then costs half as much.
 
@@ -424,9 +442,18 @@ def _use_huge_pages(fd: int, needed: int) -> None:
         log.debug("no huge pages for a database: %s", error.strerror)
 
 
-def _expect_room(fd: int, needed: int) -> None:
-    """OSError (ENOSPC) where a file of so many bytes cannot fit: trying would take all that others have left."""
+def _expect_room(path: Path, fd: int, needed: int) -> None:
+    """OSError (ENOSPC) where a file of so many bytes cannot fit: trying would take all that others have left.
+
+    UserError where it is memory, and more than this process may have: trying would be its end.
+    """
     free, held = os.fstatvfs(fd), os.fstat(fd).st_blocks * _BLOCK_BYTES
+    limit = group_limit(Roots()) if is_memory(fd) else None
+    if limit is not None and needed - held > limit.limit_bytes:
+        raise UserError(
+            f"no room for a database of {needed} bytes at {path}, which is memory: this process's control group may "
+            f"have {limit.limit_bytes} bytes ({limit.file}); give a smaller capacity, another path, or raise that limit"
+        )
     if needed - held > free.f_bavail * free.f_frsize:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -9,6 +9,9 @@ Owns the exception classes. Must not know where they are raised. All of them can
 
 import errno as errno_names
 import os
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=Exception)
 
 LACKING = frozenset(
     {
@@ -78,6 +81,19 @@ class OtherObject(CorruptObject):
 
 class SpoiltSlots(MediumError):  # noqa: N818 -- as above
     """An object is sound on the medium, and what is in its reader's memory is not it: somebody has written there."""
+
+
+def without_trace(error: Error) -> Error:
+    """The error, to be kept: its traces, and its causes', are taken off.
+
+    They know all that was being moved and, where whoever keeps the error is among that, keep it until some garbage
+    collection: an engine's ring, gigabytes, long after the engine has gone.
+    """
+    one: BaseException | None = error
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 _REMEDIES = {

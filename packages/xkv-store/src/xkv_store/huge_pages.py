@@ -77,6 +77,19 @@ class Mapping:
         log.log(level, "%d of %d MiB lie in huge pages", _mib(taken), _mib(sum(map(len, pieces))))
         return taken * HUGE_PAGE_BYTES
 
+    def touch(self, *, unwanted: Callable[[], bool]) -> bool:
+        """Have each page made that is not there yet, whatever its size. Whether all are; not where the kernel has none
+        to give (or is older than 5.14), or it is `unwanted` meanwhile. Raises nothing.
+        """
+        for begin in range(0, len(self.memory), HUGE_PAGE_BYTES):
+            size_bytes = min(HUGE_PAGE_BYTES, len(self.memory) - begin)
+            if unwanted():
+                return False
+            if _libc().madvise(self.address + begin, size_bytes, _POPULATE_READ):
+                log.debug("no more pages: %s", os.strerror(ctypes.get_errno()))
+                return False
+        return True
+
     def _use_huge_page(self, number: int) -> int:
         """The errno of a refusal, or 0."""
         libc, start = _libc(), self.address + number * HUGE_PAGE_BYTES

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from .database import Database, Place, read_proving, seal_and_write
-from .errors import CorruptObject, MediumError, PeerError
+from .errors import CorruptObject, MediumError, PeerError, without_trace
 from .fragment import Identity, ObjectSlots, Piece, filled, headers_in_row, pieces
 from .geometry import Geometry
 from .native import copied_proving
@@ -166,7 +166,7 @@ def _error_of(act: Callable[[], object]) -> Exception | None:
     try:
         act()
     except (MediumError, CorruptObject) as error:
-        return error
+        return without_trace(error)
     return None
 
 

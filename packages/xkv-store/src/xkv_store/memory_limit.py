@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 UNLIMITED_BYTES_MIN: Final = 1 << 60  # version 1 writes "no limit" as a number near 2^63
 RING_SHARE_MAX: Final = 0.5  # of a memory limit; the rest is the engine's own
+_HELD: Final = {"memory.limit_in_bytes": "memory.usage_in_bytes", "memory.max": "memory.current"}  # beside each limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,16 @@ class GroupLimit:
 
 def group_limit(roots: Roots, *, process: str = "self") -> GroupLimit | None:
     """The limit that is met first, of the process's group and all above it; None where none is known."""
-    found = [
-        GroupLimit(limit_bytes=int(value), file=file)
-        for file in _files(read_if_there(roots.proc / process / "cgroup"), roots.groups)
-        if (value := read_if_there(file).strip()).isdigit() and int(value) < UNLIMITED_BYTES_MIN
-    ]
-    return min(found, key=lambda one: one.limit_bytes, default=None)
+    return min(_limits(roots, process), key=lambda one: one.limit_bytes, default=None)
+
+
+def groups_have_room(roots: Roots | None = None) -> bool:
+    """Whether the process's group, and all above it, hold less than RING_SHARE_MAX of what each may have."""
+    for one in _limits(roots or Roots(), "self"):
+        held = read_if_there(one.file.with_name(_HELD[one.file.name])).strip()
+        if held.isdigit() and int(held) >= one.limit_bytes * RING_SHARE_MAX:
+            return False
+    return True
 
 
 def available_bytes(roots: Roots) -> int | None:
@@ -68,6 +73,13 @@ def read_if_there(path: Path) -> str:
         return path.read_text("utf-8", "replace")
     except OSError:
         return ""
+
+
+def _limits(roots: Roots, process: str) -> Iterator[GroupLimit]:
+    for file in _files(read_if_there(roots.proc / process / "cgroup"), roots.groups):
+        value = read_if_there(file).strip()
+        if value.isdigit() and int(value) < UNLIMITED_BYTES_MIN:
+            yield GroupLimit(limit_bytes=int(value), file=file)
 
 
 def _files(text: str, groups: Path) -> Iterator[Path]:

@@ -4,6 +4,8 @@ Owns: the thread that does it, at the lowest priority, and its end. Must not kno
 
 A file that was allocated has a right to its pages, not the pages: each is made at its first touch, which a put would
 wait for. Where a hypervisor gives a guest its memory as late as that, too, it is ten times a copy (docs/adr/0019).
+Small pages are charged to the control group that allocated the file, a huge page to the one that asks for it: so those
+are asked for only while this process's group has room; what has none then is touched where it is.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from contextlib import suppress
 from math import inf
 from typing import TYPE_CHECKING, Final
 
+from .memory_limit import groups_have_room
+
 if TYPE_CHECKING:
     from .huge_pages import Mapping
 
 log = logging.getLogger(__name__)
 
 NICE: Final = 19
+PIECES_PER_LOOK: Final = 8  # 16 MiB, in a millisecond at best, between two looks at the control group
 
 
 class MemoryTaker:
@@ -30,13 +35,17 @@ class MemoryTaker:
         self._mapping = mapping
         self._unwanted = threading.Event()
         self._thread: threading.Thread | None = None
+        self._looked = 0
+        self._is_taken = False
 
     @property
     def word(self) -> str | None:
-        """`taking`, `taken`, or None where there is nothing to take."""
+        """`taking`, `taken`, `partly` where the kernel gives no more, or None where there is nothing to take."""
         if self._thread is None:
             return None
-        return "taking" if self._thread.is_alive() else "taken"
+        if self._thread.is_alive():
+            return "taking"
+        return "taken" if self._is_taken else "partly"
 
     def begin(self) -> None:
         """On a thread of its own; what is there already costs next to nothing. Raises nothing."""
@@ -56,4 +65,12 @@ class MemoryTaker:
     def _work(self, mapping: Mapping) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)  # on Linux, of this thread alone
-        mapping.use_huge_pages([range(len(mapping.memory))], seconds_max=inf, unwanted=self._unwanted.is_set)
+        if not self._must_stop():
+            mapping.use_huge_pages([range(len(mapping.memory))], seconds_max=inf, unwanted=self._must_stop)
+        self._is_taken = mapping.touch(unwanted=self._unwanted.is_set)
+
+    def _must_stop(self) -> bool:
+        """Asked for each piece: whether no other shall be in a huge page."""
+        self._looked += 1
+        is_full = self._looked % PIECES_PER_LOOK == 1 % PIECES_PER_LOOK and not groups_have_room()
+        return is_full or self._unwanted.is_set()

@@ -32,7 +32,10 @@ INPUT_BYTES_MIN: Final = 241  # shorter ones are Python's
 _PLACE_FACTOR: Final = 65_536  # of what the library says has failed: the errno is the rest
 _CUT_SHORT: Final = 65_535  # no errno: a call moved less than it was asked for
 _ELF_HEADER: Final = struct.Struct("<40xQ10xHH2x")  # where its last table begins, the bytes of an entry, entries
+_HEADER_BYTES_MAX: Final = 4_096  # the library makes them on its stack (HEADER_BYTES_MAX)
 _PROVED_BYTES: Final = (241, 1_023, 1_024, 1_025, 2_048, 2_049, 5_000)  # ends in, at and behind a block of 1,024 bytes
+
+assert HEADER_BYTES <= _HEADER_BYTES_MAX
 
 
 class UnreachableError(ValueError):
@@ -58,7 +61,7 @@ class Headers(NamedTuple):
 class FilePlace(NamedTuple):
     """So many slots one behind the other from `offset` on in a file, of which so many bytes are moved in a call.
 
-    `address`: where that is mapped, or 0. Then the core copies it; the kernel, where the file ends before it.
+    `address`: where that is mapped, or 0. Then the core copies it; the kernel, where the file is shorter or has holes.
     """
 
     fd: int

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from .database import aligned_slots
-from .errors import CorruptObject, MediumError, SpoiltSlots
+from .errors import CorruptObject, MediumError, SpoiltSlots, without_trace
 from .io_pool import IoPool, Job, Lane
 from .medium import BYTES_AT_ONCE, read_through
 from .put_jobs import TOGETHER_SLOTS_MAX
@@ -109,7 +109,7 @@ class _Read:
         try:
             _prove_apart(self.card, self.plan, self.part)
         except (CorruptObject, MediumError) as found:
-            return found
+            return without_trace(found)
         return SpoiltSlots(0, f"slots of an engine were written to while they were read into ({error})")
 
     def copy(self, source: Sequence[memoryview]) -> None:
@@ -119,7 +119,7 @@ class _Read:
             try:
                 self.card.copy(self.plan, source, landing.views(), self.part.first_fragment)
             except CorruptObject as error:
-                landing.error = error
+                landing.error = without_trace(error)
             done += 1
 
     def _next(self, done: int) -> Landing | None:
@@ -169,7 +169,7 @@ class _Row:
             if not is_read:
                 read.card.read(read.plan, source, read.part.first_fragment)
         except (CorruptObject, MediumError) as found:
-            error = found
+            error = without_trace(found)
         read.error = read.look_apart(error) if isinstance(error, CorruptObject) else error
         if read.error is None:
             read.copy(source)
