@@ -243,7 +243,7 @@ def remote(session: nox.Session) -> None:
         _run_or_both(session, "remote", 10, XKV_REMOTE_SITE=str(site))
         return
     with recorded(session, "remote", _target(session, None).release) as result:
-        pytest(session, result, dev(session), "packages/xkv-store/tests/test_remote.py")
+        pytest(session, result, dev(session), *map(str, ROOT.glob("packages/xkv-store/tests/test_remote*.py")))
 
 
 def _run_or_both(session: nox.Session, name: str, seconds: int, **env: str) -> None:

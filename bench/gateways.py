@@ -50,9 +50,11 @@ class Resident:
 class BenchGateway:
     """`xkv gateway run`. `start_s`: from the start of the process to its ready line."""
 
-    def __init__(self, folder: Path, words: Sequence[str]) -> None:
+    def __init__(self, folder: Path, words: Sequence[str], *, has_card: bool = True) -> None:
+        """`folder`: of its log, its socket and, if it is to have one, its card."""
         command = [sys.executable, "-m", "xkv_store.cli", "gateway", "run", "--json"]
-        command += ["--card", str(folder / "card"), "--socket-dir", str(folder / "sockets")]
+        command += ["--card", str(folder / "card")] if has_card else ["--databases", "0"]
+        command += ["--socket-dir", str(folder / "sockets")]
         command += ["--linger-s", str(LINGER_S), *words]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(entry for entry in sys.path if entry)}
         with (folder / "gateway.log").open("ab") as log:

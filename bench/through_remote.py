@@ -8,6 +8,10 @@ Must not know: how a gateway uses the library.
 The library's package has to be importable (requirements/remote.txt); a master is started here. Each round has keys
 of its own; the library reads what the gateway has put, and the other way round.
 
+A gateway with a card and the remote, and one whose card is the remote alone ("alone"), which puts from the engine's
+ring and loads into it, are measured in the same rounds; a get of the latter also for what its gateway lists already
+("listed"), of which nothing is asked.
+
 As a measure of what this machine can do: the library's call once more, while a gateway without a remote puts as many
 bytes to a card of its own, each for itself ("beside"). Who fetches has to do both, too, and then to load it.
 """
@@ -55,11 +59,16 @@ MEMORY_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes  # half is f
 RING_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes
 WAIT_S_MAX: Final = 60.0
 POLL_S: Final = 0.002
+REST_S: Final = 0.3  # before each work: what the one before it has left to do is not timed with it
 SEGMENT_BYTES: Final = 1 << 30
 POOL_BYTES: Final = 2 * SEGMENT_BYTES
 NAMESPACE: Final = os.urandom(16)
+ALONE_NAMESPACE: Final = os.urandom(16)
 HOST: Final = "127.0.0.1"
-NAMES: Final = ("library put", "put", "beside put", "library get", "get", "beside get")
+NAMES: Final = (
+    *("library put", "put", "alone put", "beside put"),
+    *("library get", "get", "alone get", "listed get", "beside get"),
+)
 
 
 def main() -> int:
@@ -85,13 +94,16 @@ def main() -> int:
     value = {f"{name.replace(' ', '_')}_gb_s": round(rate, 3) for name, rate in rates.items()}
     for way in ("put", "get"):
         value[f"{way}_vs_library"] = round(rates[way] / rates[f"library {way}"], 3)
+        value[f"alone_{way}_vs_library"] = round(rates[f"alone {way}"] / rates[f"library {way}"], 3)
+        if way == "get":
+            value["listed_get_vs_library"] = round(rates["listed get"] / rates["library get"], 3)
         value[f"{way}_vs_beside"] = round(rates[way] / rates[f"beside {way}"], 3)
     print(json.dumps(value), flush=True)
     return 0
 
 
 class _Bench:
-    """Two gateways, one without a remote, and the library in this process."""
+    """Two gateways, two whose card is the remote alone, one without a remote, and the library in this process."""
 
     def __init__(self, folder: Path, master: str) -> None:
         self._gateways = []
@@ -102,6 +114,17 @@ class _Bench:
             self._gateways.append(BenchGateway(own, ["--capacity", "8GiB", "--grace-ms", "200", "--remote", url]))
         self._put_client, self._get_client = (one.attach(ring_bytes=RING_BYTES) for one in self._gateways)
         self._scheduler = self._gateways[1].attach(Role.SCHEDULER, ring_bytes=RING_BYTES)
+        self._alone: list[BenchGateway] = []
+        self._alone_clients: list[Client] = []
+        for name in ("alone-a", "alone-b"):
+            own = folder / name
+            own.mkdir()
+            words = ["--grace-ms", "200", "--remote", f"mooncake://{master}?host={HOST}&memory=16MiB"]
+            self._alone.append(BenchGateway(own, words, has_card=False))
+            self._alone_clients.append(self._alone[-1].attach(ring_bytes=2 * RING_BYTES, staged_bytes=RING_BYTES // 2))
+        self._alone_schedulers = [
+            gateway.attach(Role.SCHEDULER, ring_bytes=2 * RING_BYTES, staged_bytes=None) for gateway in self._alone
+        ]
         own = folder / "apart"
         own.mkdir()
         self._apart = BenchGateway(own, ["--capacity", "8GiB", "--grace-ms", "200"])
@@ -116,39 +139,47 @@ class _Bench:
         self._check(self._library.register_buffer(self._base, len(self._slots) * GEOMETRY.slot_bytes) == 0)
         for gateway in self._gateways:
             self._until(lambda gateway=gateway: self._remote(gateway)["segment_state"] == "up")  # type: ignore[misc]
+        for gateway in (*self._gateways, *self._alone):
             self._until(lambda gateway=gateway: self._remote(gateway)["state"] == "up")  # type: ignore[misc]
         self._touch_pool()
 
     def close(self) -> None:
         for client in (self._put_client, self._get_client, self._scheduler, self._apart_client):
             client.close()
+        for client in (*self._alone_clients, *self._alone_schedulers):
+            client.close()
         self._library.close()
-        for gateway in (*self._gateways, self._apart):
+        for gateway in (*self._gateways, *self._alone, self._apart):
             gateway.kill()
 
     def round(self, number: int) -> dict[str, float]:
         """Each in turn, on keys of this round; who was first is second the next time. What was put is dropped."""
         keys = [object_key(NAMESPACE, number * OBJECTS + index) for index in range(OBJECTS)]
         names = [remote_key(key.encode(), GEOMETRY) for key in keys]
+        of_alone = [object_key(ALONE_NAMESPACE, number * OBJECTS + index) for index in range(OBJECTS)]
+        names_alone = [remote_key(key.encode(), GEOMETRY) for key in of_alone]
         other, third = ([f"{which}-{name}" for name in names] for which in ("bench", "beside"))
         works: dict[str, Callable[[], None]] = {
             "library put": lambda: self._library_put(other),
-            "put": lambda: self._put(keys, names),
+            "put": lambda: self._put(self._put_client, keys, names),
+            "alone put": lambda: self._put(self._alone_clients[0], of_alone, names_alone),
             "beside put": lambda: self._beside(lambda: self._library_put(third), keys),
             "library get": lambda: self._library_get(names),
-            "get": lambda: self._get(keys),
+            "get": lambda: self._get(self._scheduler, self._get_client, keys),
+            "alone get": lambda: self._get(self._alone_schedulers[1], self._alone_schedulers[1], of_alone),
+            "listed get": lambda: self._load(self._alone_schedulers[0], of_alone),
             "beside get": lambda: self._beside(lambda: self._library_get(third), keys),
         }
         found = {}
         for way in ("put", "get"):
-            own = [name for name in NAMES if name.endswith(way)]
+            own = [name for name in NAMES if name.split()[-1] == way]
             for index in range(len(own)):
                 name = own[(index + number) % len(own)]
                 found[name] = self._timed(works[name])
             self._purge(self._apart)
-        for gateway in self._gateways:
+        for gateway in (*self._gateways, *self._alone):
             self._purge(gateway)
-        self._forget([*names, *other, *third])
+        self._forget([*names, *names_alone, *other, *third])
         return found
 
     @staticmethod
@@ -175,6 +206,7 @@ class _Bench:
         self._library.batch_remove(names)
 
     def _timed(self, work: Callable[[], None]) -> float:
+        time.sleep(REST_S)
         begun = time.perf_counter()
         work()
         return time.perf_counter() - begun
@@ -192,9 +224,9 @@ class _Bench:
     def _addresses(self, at: int) -> list[int]:
         return [self._base + index * FRAGMENTS * GEOMETRY.slot_bytes for index in range(at, at + BATCH)]
 
-    def _put(self, keys: list[Any], names: list[str]) -> None:
+    def _put(self, client: Client, keys: list[Any], names: list[str]) -> None:
         """Until the remote has everything: it is asked that itself, which costs the gateway nothing."""
-        self._put_to(self._put_client, keys)
+        self._put_to(client, keys)
         self._until(lambda: set(self._library.batch_is_exist(names)) == {1})
 
     def _put_to(self, client: Client, keys: list[Any]) -> None:
@@ -208,15 +240,18 @@ class _Bench:
         statuses = _answers(lambda on_answer: client.put(objects, on_answer), len(keys))
         self._check(statuses == {StoreStatus.CONFIRMED})
 
-    def _get(self, keys: list[Any]) -> None:
+    def _get(self, scheduler: Client, client: Client, keys: list[Any]) -> None:
         """From the first question until the bytes are in the engine's ring."""
         wanted = [(key, FRAGMENTS) for key in keys]
-        ask = self._scheduler.seeks.ask
+        ask = scheduler.seeks.ask
         for fetch in (False, True):
             self._check(
                 _answers(lambda on: ask(wanted, fetch=fetch, on_answer=on), len(keys)) == {SoughtStatus.FOUND}  # noqa: B023
             )
-        client = self._get_client
+        self._load(client, keys)
+
+    def _load(self, client: Client, keys: list[Any]) -> None:
+        """Of what the card has, or lists."""
         objects = []
         for key in keys:
             slots = client.load_region.take(FRAGMENTS)

@@ -150,9 +150,9 @@ def test_every_option_is_one_of_the_command_line(line: Line) -> None:
     check_xkv(line.program[1:])
 
 
-@pytest.mark.parametrize("words", [["gateway", "fly"], ["gateway", "status", "--prot", "1"], ["gateway", "run"]])
+@pytest.mark.parametrize("words", [["gateway", "fly"], ["gateway", "status", "--prot", "1"], ["bench"]])
 def test_an_option_that_is_none_is_found(words: list[str]) -> None:
-    with pytest.raises(Exception, match=r"fly|prot|card"):
+    with pytest.raises(Exception, match=r"(?i)fly|prot|folder"):
         check_xkv(words)
 
 

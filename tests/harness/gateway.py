@@ -31,7 +31,10 @@ CAPACITY = "128MiB"
 
 
 class Gateway:
-    """One card and the gateway that serves it. `beside`: another one, in whose sockets' folder it has the next port."""
+    """One card and the gateway that serves it. `beside`: another one, in whose sockets' folder it has the next port.
+
+    `alone`: the card is the remote that `options` name, and nothing else.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,10 @@ class Gateway:
         slot_bytes: int = SLOT_BYTES,
         beside: Gateway | None = None,
         options: Sequence[str] = (),
+        alone: bool = False,
     ) -> None:
         self._folder = folder
+        self._alone = alone
         self._options = ["--capacity", CAPACITY, "--slot-bytes", str(slot_bytes), *options]
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
         self._made: tempfile.TemporaryDirectory[str] | None = None
@@ -57,7 +62,8 @@ class Gateway:
     @property
     def extra(self) -> dict[str, Any]:
         """The keys by which an engine finds this gateway."""
-        return {"xkv.port": self.port, "xkv.socket_dir": str(self._sockets)}
+        verified = {"xkv.verify_hits": True} if self._alone else {}
+        return {"xkv.port": self.port, "xkv.socket_dir": str(self._sockets), **verified}
 
     @property
     def process(self) -> GatewayProcess:
@@ -69,7 +75,7 @@ class Gateway:
         """Start it, and wait until it serves."""
         assert self._process is None
         self._process = GatewayProcess(
-            card=self._folder / "card",
+            card=None if self._alone else self._folder / "card",
             socket_dir=self._sockets,
             points=self._folder / "points",
             options=self._options,

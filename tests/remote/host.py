@@ -40,9 +40,20 @@ class Host:
     """Use it in `with`. `lost`: counters of gateways that were killed."""
 
     def __init__(
-        self, name: str, *, stand: Stand, folder: Path, network: Network, master: str, pool: Pool, outcome: Outcome
+        self,
+        name: str,
+        *,
+        stand: Stand,
+        folder: Path,
+        network: Network,
+        master: str,
+        pool: Pool,
+        outcome: Outcome,
+        alone: bool = False,
     ) -> None:
-        self.name = name
+        """`alone`: its gateway's card is the remote, and nothing else."""
+        self.name = f"{name}, alone" if alone else name
+        self._alone = alone
         self._pool = pool
         self._outcome = outcome
         self._asked = 0
@@ -53,6 +64,7 @@ class Host:
                 Gateway(
                     folder,
                     capacity=CAPACITY,
+                    databases=0 if alone else 1,
                     slot_bytes=SLOT_BYTES,
                     options=("--remote", url),
                     prefix=network.on(name),
@@ -95,6 +107,7 @@ class Host:
                 self._outcome.complain(f"{self.name}: {name} did not end; {counted(service)}")
             elif answer.finish_reason == "error" or not is_right(answer, right[name]):
                 self._outcome.wrong += 1
+                self._outcome.wrong_alone += self._alone
                 got = f"{answer.tokens}, not {right[name]}"
                 self._outcome.complain(f"{self.name}: {name} got {got}; {counted(service)}")
         objects = service.counters.product["load_objects"]
@@ -124,11 +137,17 @@ class Host:
 
     def holder_pid(self) -> int:
         """The process that holds its part of the pool."""
+        return self._pid(calls=False)
+
+    def caller_pid(self) -> int:
+        """The process that calls the library for it."""
+        return self._pid(calls=True)
+
+    def _pid(self, *, calls: bool) -> int:
         pid = self.gateway.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (holder,) = (
-            int(child)
-            for child in children
-            if b"remote_child" in (words := Path(f"/proc/{child}/cmdline").read_bytes()) and b"--memory-fd" not in words
+        words = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
+        (found,) = (
+            child for child, said in words.items() if b"remote_child" in said and (b"--memory-fd" in said) is calls
         )
-        return holder
+        return found

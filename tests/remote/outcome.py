@@ -12,8 +12,8 @@ from typing import Any, Final
 from remote.network import HOSTS
 from stand.runs import Findings
 
-AFTER: Final = ("across", "master", "node", "partition", "pressure")
-"""Parts of a run; behind each, one host restores what the other has stored."""
+AFTER: Final = ("across", "master", "node", "partition", "pressure", "alone", "alone, killed")
+"""Parts of a run; behind each, one host restores what the other has stored. Those alone are of hosts without a card."""
 
 
 SEGMENT_MIB: Final = 16  # of the pool, on each host: all together hold a third of the run's prompts
@@ -34,6 +34,14 @@ class Outcome(Findings):
     remote: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
     pressed_bytes: int = 0
+    wrong_alone: int = 0  # of the wrong ones, those of hosts whose card is the remote alone
+
+    @property
+    def passed(self) -> bool:
+        """As for any run; a canary has to find something both with a card and without."""
+        if self.options.canary:
+            return self.wrong > self.wrong_alone > 0
+        return super(Outcome, self).passed  # by name: the decorator makes another class of this one
 
     def unproved(self) -> list[str]:
         """Parts behind which nothing came across; no pressure."""
@@ -49,6 +57,7 @@ class Outcome(Findings):
             "restored_across": self.across.total(),
             "across": dict(self.across),
             "wrong": self.wrong,
+            "wrong_alone": self.wrong_alone,
             "stuck": self.stuck,
             "engine_deaths": self.engine_deaths,
             "leaks": self.leaks,

@@ -10,7 +10,7 @@ import random
 import signal
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
@@ -63,26 +63,48 @@ class Run:
             self._outcome.network = "namespaces" if network.is_real else "loopback"
             self._say(f"{len(self._pool.prompts)} prompts; hosts are {self._outcome.network}")
             master = stack.enter_context(Master(self._folder, network.address(SWITCH), network.on(SWITCH)))
+            with self._hosts(network, master, alone=False) as hosts:
+                self._parts(network, master, hosts)
+            with self._hosts(network, master, alone=True) as hosts:
+                self._alone(*hosts)
+        return self._outcome
+
+    @contextmanager
+    def _hosts(self, network: Network, master: Master, *, alone: bool) -> Iterator[list[Host]]:
+        with ExitStack() as stack:
             hosts = [
                 stack.enter_context(
                     Host(
                         name,
                         stand=self._stand,
-                        folder=self._folder / name,
+                        folder=self._folder / (f"{name}-alone" if alone else name),
                         network=network,
                         master=master.address,
                         pool=self._pool,
                         outcome=self._outcome,
+                        alone=alone,
                     )
                 )
                 for name in HOSTS[1:]
             ]
-            self._parts(network, master, hosts)
+            yield hosts
             for host in hosts:
                 counters = host.gateway.status()["counters"]
                 self._outcome.remote.update({name: counters[name] for name in counters if name.startswith("remote_")})
                 self._outcome.remote.update(host.lost)
-        return self._outcome
+
+    def _alone(self, a: Host, b: Host) -> None:
+        """Without a card; also while the processes that put from the rings, and load into them, are killed."""
+        if self._options.canary:
+            b.engine.zero_loads(on=True)
+            self._across("alone", a, b)
+            return
+        self._across("alone", a, b)
+        with self._serving([a, b]):
+            for host in (a, b, a):
+                os.kill(host.caller_pid(), signal.SIGKILL)
+                time.sleep(self._part_s / 3)
+        self._across("alone, killed", b, a)
 
     def _parts(self, network: Network, master: Master, hosts: list[Host]) -> None:
         a, b = hosts

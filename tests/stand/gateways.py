@@ -61,7 +61,9 @@ class Gateway:
         prefix: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`faults`: what goes wrong with its medium. `before`: the gateway of the rank before, on the port before.
+        """`databases`: 0 for a card that is the remote alone.
+
+        `faults`: what goes wrong with its medium. `before`: the gateway of the rank before, on the port before.
 
         `options`: further ones of its command; `prefix`: what comes before the command, so that it runs elsewhere;
         `environment`: beside our own.
@@ -71,6 +73,7 @@ class Gateway:
         # Short, whatever the test is called: a socket's path has at most 107 bytes.
         self._sockets: Path = Path(tempfile.mkdtemp(prefix="xkv-")) if before is None else before._sockets
         self._fragment_bytes = slot_bytes - HEADER_BYTES
+        self._verified: dict[str, Any] = {} if databases else {"xkv.verify_hits": True}
         self._points = folder / "points"
         self._log = folder / "gateway.log"
         self._environment = {**os.environ, **(environment or {}), ENVIRONMENT_NAME: str(self._points)}
@@ -80,7 +83,8 @@ class Gateway:
             self._environment[faulty_gateway.ENVIRONMENT_NAME] = str(folder / "faults")
         self._command = [
             *(*prefix, sys.executable, "-m", program, "gateway", "run", "--json", "--port", str(self._port)),
-            *("--card", str(folder / "card"), "--socket-dir", str(self._sockets), "--capacity", capacity),
+            *(("--card", str(folder / "card")) if databases else ()),
+            *("--socket-dir", str(self._sockets), "--capacity", capacity),
             *("--databases", str(databases), "--slot-bytes", str(slot_bytes), "--grace-ms", str(grace_ms)),
             *options,
         ]
@@ -98,6 +102,7 @@ class Gateway:
             "xkv.socket_dir": str(self._sockets),
             "xkv.ring_bytes": RING_BYTES,
             "xkv.fragment_bytes": self._fragment_bytes,
+            **self._verified,
         }
 
     @property

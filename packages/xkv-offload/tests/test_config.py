@@ -21,6 +21,12 @@ def test_defaults_make_an_embedded_card(monkeypatch: pytest.MonkeyPatch) -> None
     assert config.load_reserve_bytes == config.ring_bytes // 4
 
 
+def test_hits_of_a_card_without_databases_are_verified() -> None:
+    remote = {"xkv.remote": "mooncake://m:1"}
+    assert parse({**remote, "xkv.databases": 0}).verify_hits
+    assert not parse(remote).verify_hits
+
+
 def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
     for key in KEYS:
         value: Any = {"int": key.low, "float": key.low, "str": "x", "bool": True, "choice": key.choices[-1:]}[key.kind]
@@ -29,7 +35,9 @@ def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
             value = 64 << 20
         if key.name == "xkv.remote":
             value = "mooncake://master:50051"
-        beside = {"xkv.port": 5557} if key.name == "xkv.port_per_rank" else {}
+        beside: dict[str, object] = {"xkv.port": 5557} if key.name == "xkv.port_per_rank" else {}
+        if key.name == "xkv.databases":
+            beside = {"xkv.remote": "mooncake://master:50051"}
         config = parse({key.name: value, **beside})
         assert str(getattr(config, key.field)) == str(float(value) if key.kind == "float" else value)
 
@@ -49,6 +57,7 @@ def test_every_key_of_the_table_is_a_field_and_is_taken() -> None:
         ({"xkv.port": 5557, "xkv.remote": "mooncake://m:1"}, ["xkv.remote", "embedded"]),
         ({"xkv.remote": "mooncake://m:1?segments=1GiB"}, ["xkv.remote", "'segments'", "segment"]),
         ({"xkv.remote": "redis://m:1"}, ["xkv.remote", "mooncake://"]),
+        ({"xkv.databases": 0}, ["xkv.databases = 0", "xkv.remote"]),
         ({"xkv.port_per_rank": True}, ["xkv.port_per_rank = True", "needs xkv.port"]),
         ({"xkv.port_per_rank": True, "xkv.path": "/card"}, ["xkv.port_per_rank = True", "needs xkv.port"]),
         ({"xkv.port_per_rank": 1, "xkv.port": 5557}, ["xkv.port_per_rank", "1", "true or false"]),

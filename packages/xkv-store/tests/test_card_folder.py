@@ -236,7 +236,7 @@ def test_a_contradiction_says_what_to_do(options: CardOptions, change: dict[str,
 
 
 @pytest.mark.parametrize(
-    "change", [{"grace_ms": -1}, {"databases": 0}, {"databases": 1_000}, {"capacity_bytes": 0}, {"slot_bytes": 5_000}]
+    "change", [{"grace_ms": -1}, {"databases": -1}, {"databases": 1_000}, {"capacity_bytes": 0}, {"slot_bytes": 5_000}]
 )
 def test_options_out_of_range(tmp_path: Path, change: dict[str, int]) -> None:
     with pytest.raises(UserError):

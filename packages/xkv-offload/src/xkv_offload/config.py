@@ -58,6 +58,7 @@ class Config:
     restore_policy: str
     trust_lora_names: bool
     store_threshold: int
+    verify_hits: bool
 
 
 def parse(extra_config: Mapping[str, object]) -> Config:
@@ -81,6 +82,7 @@ def parse(extra_config: Mapping[str, object]) -> Config:
     for part in ("load_reserve_bytes", "staged_bytes"):
         if values[part] is None:
             values[part] = cast("int", values["ring_bytes"]) // 4
+    values["verify_hits"] = values["verify_hits"] or values["databases"] == 0
     values["linger_s"] = float(cast("float", values["linger_s"]))
     return Config(**values)  # type: ignore[arg-type]  # every field is a row of the table, checked above
 
@@ -88,7 +90,8 @@ def parse(extra_config: Mapping[str, object]) -> Config:
 def faults(extra_config: Mapping[str, object]) -> list[str]:
     """What is wrong with each `xkv.*` key, with its value, what is allowed and the nearest key."""
     given = _given(extra_config)
-    return [fault for name, value in given.items() if (fault := _fault(name, value))] or _contradictions(given)
+    own = [fault for name, value in given.items() if (fault := _fault(name, value))]
+    return own or _contradictions(given) or _without_a_card(given)
 
 
 def _given(extra_config: Mapping[str, object]) -> dict[str, object]:
@@ -185,6 +188,12 @@ def _contradictions(given: Mapping[str, object]) -> list[str]:
     for name, part in (("xkv.load_reserve_bytes", reserve), ("xkv.staged_bytes", staged)):
         if part > ring - slot:
             return [f"{name} = {part} leaves no slot of xkv.ring_bytes = {ring} for puts"]
+    return []
+
+
+def _without_a_card(given: Mapping[str, object]) -> list[str]:
+    if given.get("xkv.databases") == 0 and "xkv.remote" not in given:
+        return ["xkv.databases = 0 is a card that is the remote alone: give its address in xkv.remote"]
     return []
 
 

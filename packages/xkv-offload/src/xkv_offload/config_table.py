@@ -175,7 +175,14 @@ KEYS: tuple[Key, ...] = (
         unit="bytes",
         default_text="a quarter of the ring",
         text="Part of the ring for objects that are verified before they are hits. Used only where vLLM has no way "
-        "to hear of a failed load.",
+        "to hear of a failed load, or with `xkv.verify_hits`.",
+    ),
+    Key(
+        name="xkv.verify_hits",
+        kind="bool",
+        default=False,
+        text="Verify objects before they are hits also where vLLM can hear of a failed load. A gateway whose card is a "
+        "remote alone asks for it (see [remote](remote.md#the-remote-alone)); with `xkv.databases` = 0 it is so.",
     ),
     Key(
         name="xkv.grace_ms",
@@ -210,10 +217,12 @@ KEYS: tuple[Key, ...] = (
         name="xkv.databases",
         kind="int",
         default=1,
-        low=1,
+        low=0,
         high=64,
         scope="path",
-        text="Databases (files) of a new embedded card.",
+        text="Databases (files) of a new embedded card. 0: there is no card but `xkv.remote`, nothing is kept in "
+        "`xkv.path` (its gateway's lock and log are there), and `xkv.capacity_bytes` is how much of the remote is "
+        "listed, 256 GiB unless it is given.",
     ),
     Key(
         name="xkv.remote",

@@ -234,7 +234,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             failure_policy=kv_load_failure_policy(vllm_config),
         )
         replicated = description.is_replicated(view, config, group_kinds)
-        is_verified = failure_plan.channel == "verified"
+        is_verified = failure_plan.channel == "verified" or config.verify_hits
         described = description.describe(
             view=view,
             config=config,
@@ -245,7 +245,7 @@ class XkvOffloadingSpec(_OffloadingSpec):  # type: ignore[misc]  # vLLM's class 
             replicated=replicated,
             kv_caches=kv_caches,
             kv_role=kv_role(vllm_config),
-            channel=failure_plan.channel,
+            channel="verified" if is_verified else failure_plan.channel,
             full_attention=full_attention,
         )
         layouts = description.layouts(view, kv_caches)

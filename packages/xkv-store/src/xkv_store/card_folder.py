@@ -69,6 +69,7 @@ class Opened:
 
 def open_folder(options: CardOptions, *, rebuild_index: bool = False) -> Opened:
     """Lock the folder, make the card if there is none, mend what can be mended, and open it. UserError."""
+    assert not options.is_alone, "such a card has no folder"
     folder = options.folder
     reached("open.before_lock")
     lock_fd = _lock(options)

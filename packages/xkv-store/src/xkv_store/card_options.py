@@ -16,6 +16,8 @@ from .quotas import Quotas
 
 GRACE_MS_DEFAULT = 5_000
 GRACE_MS_MAX = 600_000
+NO_FOLDER = Path(os.devnull)
+"""Of a card without databases that has no folder either."""
 
 
 @dataclass(slots=True)
@@ -34,7 +36,8 @@ class CardOptions:
     """Which card, and what it is made with where it is not there yet.
 
     `capacity_bytes`, `databases` (a number of files in the folder, or paths of files and block devices) and
-    `slot_bytes` are the card's own once it is made; None takes what the card has, or the default.
+    `slot_bytes` are the card's own once it is made; None takes what the card has, or the default. 0 databases: it is
+    the remote alone (`card_alone`).
     """
 
     folder: Path
@@ -45,12 +48,17 @@ class CardOptions:
     create: bool = True
     quotas: Quotas = field(default_factory=Quotas)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether the card is the remote alone."""
+        return self.databases == 0
+
     def __post_init__(self) -> None:
         if not 0 <= self.grace_ms <= GRACE_MS_MAX:
             raise UserError(f"the grace must be 0 to {GRACE_MS_MAX} ms, not {self.grace_ms}")
         _check_names([self.folder, *(self.databases if isinstance(self.databases, tuple) else ())])
         count = self.databases if isinstance(self.databases, int) else len(self.databases or (0,))
-        if not 1 <= count <= DATABASES_MAX:
+        if self.databases != 0 and not 1 <= count <= DATABASES_MAX:
             raise UserError(f"a card has 1 to {DATABASES_MAX} databases, not {count}")
         if self.capacity_bytes is not None and self.capacity_bytes <= 0:
             raise UserError(f"the capacity must be a number of bytes, not {self.capacity_bytes}")

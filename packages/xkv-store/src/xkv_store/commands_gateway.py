@@ -18,7 +18,7 @@ import typer
 from . import sockets
 from .card import CardOptions
 from .card_folder import card_is_there
-from .card_options import GRACE_MS_DEFAULT, GRACE_MS_MAX
+from .card_options import GRACE_MS_DEFAULT, GRACE_MS_MAX, NO_FOLDER
 from .console import Output
 from .errors import UserError
 from .gateway import Gateway, GatewayOptions, spare_garbage_collection
@@ -98,11 +98,11 @@ def register(app: typer.Typer) -> None:
 @gateway_app.command()
 def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by name
     card: Annotated[
-        Path,
+        Optional[Path],  # noqa: UP045
         typer.Option(
             parser=path_option("--card"), metavar="PATH", help="Folder of the card; made where it is missing."
         ),
-    ],
+    ] = None,
     port: Port = PORT_CUSTOMARY,
     capacity: Annotated[
         Optional[str],  # noqa: UP045
@@ -110,7 +110,11 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
     ] = None,
     databases: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(min=1, max=DATABASES_MAX, help="Files that a new card is spread over [default: 1]."),
+        typer.Option(
+            min=0,
+            max=DATABASES_MAX,
+            help="Files that a new card is spread over [default: 1]; 0: no card but the remote's, and no folder.",
+        ),
     ] = None,
     database: Annotated[
         Optional[list[Path]],  # noqa: UP045
@@ -166,13 +170,19 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
         raise UserError("--metrics-host is empty: type an address; 0.0.0.0 is every one of this machine's")
     if metrics_host is not None and metrics_port is None:
         raise UserError("--metrics-host says where --metrics-port is: type the port, too")
+    if (card is None) is not (databases == 0):
+        raise UserError(
+            "--card is missing: type the folder of the card, or --databases 0 for a remote alone"
+            if card is None
+            else "--card names a folder, and --databases 0 is a card without one: type one of them"
+        )
     output = Output(json=as_json)
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     capacity_bytes = None if capacity is None else parse_size_bytes("--capacity", capacity)
     options = GatewayOptions(
         socket=sockets.socket_for_port(socket_dir or sockets.default_socket_dir(), port),
         card=CardOptions(
-            folder=card,
+            folder=card or NO_FOLDER,
             capacity_bytes=capacity_bytes,
             databases=tuple(database) if database else databases,
             slot_bytes=slot_bytes,
@@ -200,6 +210,8 @@ def run(  # noqa: PLR0917  each parameter is an option, and typer passes them by
 def _ready_line(status: Mapping[str, object]) -> str:
     capacity_bytes = status["capacity_bytes"]
     assert isinstance(capacity_bytes, int)
+    if not status["databases"]:
+        return f"xkv gateway ready: socket {status['socket']}, {status['card']} alone, pid {status['pid']}"
     direct = "O_DIRECT" if status["direct"] else "without O_DIRECT (refused here: page cache, more copies)"
     metrics = f", metrics at {status['metrics']}" if status["metrics"] else ""
     return (

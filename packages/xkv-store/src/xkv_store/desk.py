@@ -36,8 +36,10 @@ if TYPE_CHECKING:
 
     from .attendant import Question
     from .card import Card
+    from .engines import Engine
     from .prover import Prover
     from .remote import Remote
+    from .remote_alone import RemoteAlone
     from .session_actions import Actions
     from .transfers import Transfers
 
@@ -71,8 +73,10 @@ class Desk:
         allow_uids: Collection[int],
         boot_id: bytes,
         house: House,
-        remote: Remote | None = None,
+        remote: Remote | RemoteAlone | None = None,
+        needs_staging: bool = False,
     ) -> None:
+        """`needs_staging`: engines have to verify hits before they give them."""
         self._card = card
         self._transfers = transfers
         self._prover = prover
@@ -84,7 +88,10 @@ class Desk:
         self._numbers = 0
         self._parked: list[tuple[Connection, wire.Hello, tuple[int, ...], float]] = []
         self.engines: Engines[Connection] = Engines(
-            slot_bytes=card.geometry.slot_bytes, fragment_bytes=card.geometry.fragment_bytes, boot_id=boot_id
+            slot_bytes=card.geometry.slot_bytes,
+            fragment_bytes=card.geometry.fragment_bytes,
+            boot_id=boot_id,
+            needs_staging=needs_staging,
         )
         self._attendant = Attendant(card, self.engines.left_out)
         self.connections: dict[int, Connection] = {}  # by descriptor
@@ -297,14 +304,19 @@ class Desk:
             self.counters[f"refused_{refusal.code.value}"] += 1
             self.perform(connection, connection.session.refuse(refusal.code, refusal.reason))
             return
+        self._seat(connection, hello, engine)
+        self.perform(connection, connection.session.admit(self._welcome(connection, hello)))
+
+    def _seat(self, connection: Connection, hello: wire.Hello, engine: Engine[Connection]) -> None:
         connection.engine = engine
         connection.party = Party(engine.ring, connection, hello.engine_id)
         if hello.role is wire.Role.RANK:
             connection.party.region = engine.leases
             connection.party.end_term = partial(engine.control.end_term, hello.rank)
+        if self._remote is not None and self._remote.alone is not None:
+            self._remote.alone.attached(engine.ring)
         if len(engine.sessions) == 1:
             log.info("engine %r attaches (pid %d)", hello.engine_id, hello.pid)
-        self.perform(connection, connection.session.admit(self._welcome(connection, hello)))
 
     def _waits_for_an_end(
         self, connection: Connection, hello: wire.Hello, fds: tuple[int, ...], until_s: float

@@ -67,7 +67,9 @@ class Engine(Generic[Session]):
 class Engines(Generic[Session]):
     """All engines by their id."""
 
-    def __init__(self, *, slot_bytes: int, fragment_bytes: int, boot_id: bytes) -> None:
+    def __init__(self, *, slot_bytes: int, fragment_bytes: int, boot_id: bytes, needs_staging: bool = False) -> None:
+        """`needs_staging`: a rank without a staged region is refused."""
+        self._needs_staging = needs_staging
         self._slot_bytes = slot_bytes
         self._fragment_bytes = fragment_bytes
         self._boot_id = boot_id
@@ -153,6 +155,12 @@ class Engines(Generic[Session]):
                 RefusedCode.FRAGMENT_BYTES,
                 f"xkv.fragment_bytes is {hello.fragment_bytes}, but this card's is {self._fragment_bytes}; "
                 f"set xkv.fragment_bytes to {self._fragment_bytes} or use another card",
+            )
+        if self._needs_staging and hello.role is Role.RANK and not self._staged_slots(hello):
+            raise Refusal(
+                RefusedCode.RING,
+                "this gateway's card is a remote alone, from which a load could fail after its hit; set "
+                "xkv.verify_hits to true, and xkv.staged_bytes to at least one slot",
             )
         if self.holder(hello) is not None:
             raise Refusal(

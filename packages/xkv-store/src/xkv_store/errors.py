@@ -83,6 +83,14 @@ class SpoiltSlots(MediumError):  # noqa: N818 -- as above
     """An object is sound on the medium, and what is in its reader's memory is not it: somebody has written there."""
 
 
+class RemoteGoneError(XkvError):
+    """The remote does not have, or not as it was believed to be, an object that a card of the remote alone lists."""
+
+
+class RemoteAwayError(XkvError):
+    """The remote does not answer just now, which says nothing of the object."""
+
+
 def without_trace(error: Error) -> Error:
     """The error, to be kept: its traces, and its causes', are taken off.
 

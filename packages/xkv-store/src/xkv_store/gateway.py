@@ -30,6 +30,7 @@ from .figures import Figures, Histogram, Times
 from .io_pool import IO_THREADS_DEFAULT, IoPool, Lane
 from .native import path_word
 from .prover import Prover
+from .remote_address import SCHEME
 from .sockets import Listener
 from .testing.points import reached
 from .transfers import Transfers
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from .exporter import Exporter
     from .remote import Remote
     from .remote_address import RemoteAddress
+    from .remote_alone import RemoteAlone
 
 log = logging.getLogger(__name__)
 
@@ -117,20 +119,35 @@ class Gateway:
             self._exporter = Exporter(*options.metrics)
         if not card_first:
             self._listener = self._listen()
-        self._card = Card.open(options.card)
+        self._card = self._open_card()
         if self._listener is None:
             self._listener = self._listen()
         self._loop = _Loop(self, options, self._listener, self._card, self._exporter, self._remote())
         if self._exporter is not None:
             self._exporter.start()
 
-    def _remote(self) -> Remote | None:
+    def _open_card(self) -> Card:
+        if not self._options.card.is_alone:
+            return Card.open(self._options.card)
+        if self._options.remote is None:
+            raise UserError("a card without databases is a remote's alone: give its address, or a number of databases")
+        from .card_alone import CardAlone  # noqa: PLC0415  as below
+
+        return CardAlone.open(self._options.card)
+
+    def _remote(self) -> Remote | RemoteAlone | None:
         if self._options.remote is None:
             return None
+        assert self._card is not None
         # Not at the top: most gateways have none.
+        if self._options.card.is_alone:
+            from .card_alone import CardAlone  # noqa: PLC0415
+            from .remote_alone import RemoteAlone  # noqa: PLC0415
+
+            assert isinstance(self._card, CardAlone)
+            return RemoteAlone(self._card, self._options.remote)
         from .remote import Remote  # noqa: PLC0415
 
-        assert self._card is not None
         return Remote(self._card, self._options.remote)
 
     def _listen(self) -> Listener:
@@ -162,7 +179,7 @@ class Gateway:
         card = self._card.status()
         return {
             "socket": str(self._options.socket),
-            "card": str(self._options.card.folder.absolute()),
+            "card": self._card_name(),
             "pid": os.getpid(),
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
@@ -171,6 +188,12 @@ class Gateway:
             "metrics": self._exporter.url if self._exporter is not None else None,
             **card,
         }
+
+    def _card_name(self) -> str:
+        options = self._options
+        if options.card.is_alone and options.remote is not None:
+            return f"{SCHEME}://{options.remote.master}"
+        return str(options.card.folder.absolute())
 
     def status_text(self) -> str:
         """JSON: card, counters, sessions, versions; fits a message."""
@@ -230,7 +253,7 @@ class _Loop:
         listener: Listener,
         card: Card,
         exporter: Exporter | None,
-        remote: Remote | None,
+        remote: Remote | RemoteAlone | None,
     ) -> None:
         self._gateway = gateway
         self._remote = remote
@@ -241,7 +264,8 @@ class _Loop:
         self._committer: Committer[CommitBatch] = Committer(self._commit)
         self._prover = Prover(card, self._pool)
         nearby = remote.nearby if remote is not None else None
-        self._transfers = Transfers(card, self._pool, self._prover.noticed, nearby)
+        alone = remote.alone if remote is not None else None
+        self._transfers = Transfers(card, self._pool, self._prover.noticed, nearby, alone)
         self._desk = Desk(
             card=card,
             transfers=self._transfers,
@@ -250,6 +274,7 @@ class _Loop:
             boot_id=card.boot_id,
             house=gateway,
             remote=remote,
+            needs_staging=options.card.is_alone,
         )
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener.socket, selectors.EVENT_READ, listener)

@@ -73,7 +73,7 @@ REMOTE_COUNTS: Final = (
     Count(
         "remote_late_calls",
         "Calls of the remote's library that took too long and ended its process",
-        {one: f"remote_late_{one}" for one in ("look", "load", "store")},
+        {one: f"remote_late_{one}" for one in ("look", "load", "store", "map")},
         "lane",
     ),
     Count("remote_starts", "Starts of the process that calls the remote's library", "remote_starts"),

@@ -1,6 +1,6 @@
 """The remote behind a gateway's card: where other machines' objects come from, and the card's go to (ADR 0017).
 
-Owns: the remote's parts, questions for existence, what is said of it. Must not know: sockets of engines, sessions'
+Owns: the remote's parts, what is said of it. Must not know: sockets of engines, sessions'
 rules, the library. All of it runs on the event loop's thread, save what `remote_work` has done on its own.
 """
 
@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any
 
+from .remote_asks import Answers, RemoteAsks
 from .remote_fetches import RemoteFetches
-from .remote_format import remote_key
 from .remote_link import Process, check_library
 from .remote_memory import RemoteMemory
 from .remote_nearby import Nearby
 from .remote_stores import RemoteStores
-from .remote_words import CALL_OBJECTS_MAX, Lane
 from .remote_work import RemoteWork
 from .sparse_log import SparseLog
 from .wire_remote import SoughtObject, SoughtStatus
@@ -27,24 +25,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .card import Card, PutPlan
-    from .key import ObjectKey
     from .remote_address import RemoteAddress
     from .session_actions import StartSeek
 
 log = logging.getLogger(__name__)
 
-ASKS_MAX: Final = 32_768  # objects whose existence is being asked for; for more there is no answer
-
-
-class Answers(Protocol):
-    """Where answers go: the connection, which sends them at the end of the loop's round."""
-
-    def sought(self, seek: int, answer: SoughtObject) -> None:
-        """Send this with others of the same seek."""
-
 
 class Remote:
     """Of one gateway. `step` it each round; `files` tell when there is something to do."""
+
+    alone = None  # it is not: there is a card before it
 
     def __init__(self, card: Card, address: RemoteAddress) -> None:
         """UserError where the library is not there. It does not wait for the master."""
@@ -59,9 +49,7 @@ class Remote:
         parts = (card, self._link, self._memory, self._work, partial(SparseLog(log).warning, "%s: %s"))
         self._fetches = RemoteFetches(*parts)
         self._stores = RemoteStores(*parts)
-        self._asks: list[tuple[str, Answers, int, int]] = []
-        self._asked = 0
-        self._counters: Counter[str] = Counter()
+        self._asks = RemoteAsks(self._link, card.geometry)
         self._draining = False
 
     @property
@@ -82,14 +70,7 @@ class Remote:
             if start.fetch and not self._draining:
                 self._fetches.add(key, fragments, family, partial(_answer, answers, start.seek, index), now_ns)
             else:
-                self._ask(answers, start.seek, index, key)
-
-    def _ask(self, answers: Answers, seek: int, index: int, key: ObjectKey) -> None:
-        if not self._link.is_up or self._draining or self._asked + len(self._asks) >= ASKS_MAX:
-            self._counters["remote_asked_failed"] += 1
-            answers.sought(seek, SoughtObject(index, SoughtStatus.FAILED))
-        else:
-            self._asks.append((remote_key(key.encode(), self._card.geometry), answers, seek, index))
+                self._asks.add(answers, start.seek, index, key)
 
     def confirmed(self, plans: Sequence[PutPlan]) -> None:
         """The card has confirmed these puts."""
@@ -109,6 +90,7 @@ class Remote:
     def drain(self) -> None:
         """Begin nothing more."""
         self._draining = True
+        self._asks.drain()
 
     def step(self, now_ns: int) -> None:
         """Take in what has come, go on with what can go on."""
@@ -118,49 +100,19 @@ class Remote:
         self._work.poll()
         if self._draining:
             return
-        self._send_asks()
+        self._asks.step()
         self._fetches.step(now_ns)
         self._stores.step(now_ns)
 
-    def _send_asks(self) -> None:
-        while self._asks and (self._link.has_room(Lane.LOOK) or not self._link.is_up):
-            taken, self._asks = self._asks[:CALL_OBJECTS_MAX], self._asks[CALL_OBJECTS_MAX:]
-            self._asked += len(taken)
-            told = partial(self._told, taken)
-            if self._link.is_up:
-                self._link.call(Lane.LOOK, [key for key, *_ in taken], told)
-            else:
-                told(None)
-
-    def _told(self, taken: Sequence[tuple[str, Answers, int, int]], codes: Sequence[int] | None) -> None:
-        self._asked -= len(taken)
-        for (_, answers, seek, index), code in zip(taken, codes or [-1] * len(taken), strict=True):
-            status = SoughtStatus.FOUND if code > 0 else SoughtStatus.FAILED if code < 0 else SoughtStatus.ABSENT
-            self._counters[f"remote_asked_{status.name.lower()}"] += 1
-            answers.sought(seek, SoughtObject(index, status))
-
     def counters(self) -> dict[str, int]:
         """What has happened so far."""
-        own = {**self._counters, **self.nearby.counters}
+        own = {**self._asks.counters, **self.nearby.counters}
         return {**own, **self._fetches.counters, **self._stores.counters, **self._link.counters}
 
     def status(self) -> dict[str, Any]:
         """For people and metrics."""
-        holder = self._holder
-        return {
-            "master": self._address.master,
-            "state": self._link.state.value,
-            "reason": self._link.reason,
-            "host": self._link.host,
-            "protocol": self._address.protocol,
-            "segment_bytes": self._address.segment_bytes,
-            "segment_state": "none" if holder is None else holder.state.value,
-            "segment_reason": "" if holder is None else holder.reason,
-            "memory_bytes": self._address.memory_bytes,
-            "memory_slots_free": self._memory.free,
-            "fetching": len(self._fetches),
-            "storing": len(self._stores),
-        }
+        said = status_of(self._address, self._link, self._holder, self._memory)
+        return said | {"fetching": len(self._fetches), "storing": len(self._stores)}
 
     def close(self) -> bool:
         """End its processes and threads; False where a thread hangs in an I/O call."""
@@ -171,6 +123,22 @@ class Remote:
                 process.close()
         self._memory.close()
         return quiet
+
+
+def status_of(address: RemoteAddress, link: Process, holder: Process | None, memory: RemoteMemory) -> dict[str, Any]:
+    """What there is to say of these parts of a remote."""
+    return {
+        "master": address.master,
+        "state": link.state.value,
+        "reason": link.reason,
+        "host": link.host,
+        "protocol": address.protocol,
+        "segment_bytes": address.segment_bytes,
+        "segment_state": "none" if holder is None else holder.state.value,
+        "segment_reason": "" if holder is None else holder.reason,
+        "memory_bytes": address.memory_bytes,
+        "memory_slots_free": memory.free,
+    }
 
 
 def _answer(answers: Answers, seek: int, index: int, status: SoughtStatus) -> None:

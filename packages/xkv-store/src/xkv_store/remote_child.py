@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from .huge_pages import Mapping
 from .memory_limit import has_room_for_ring
 from .remote_address import RemoteAddress
-from .remote_words import PACKET_BYTES_MAX, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
+from .remote_words import PACKET_BYTES_MAX, TRANSFER, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -46,6 +46,9 @@ class Library(Protocol):
         """As others know this client."""
 
     def register_buffer(self, address: int, size: int) -> int:
+        """0, or a code."""
+
+    def unregister_buffer(self, address: int) -> int:
         """0, or a code."""
 
     def batch_is_exist(self, keys: list[str]) -> list[int]:
@@ -81,8 +84,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     lanes = _Lanes(library, channel, memory)
     _say(channel, Ready(library.get_hostname()))
-    while packet := channel.recv(PACKET_BYTES_MAX):
-        lanes.take(unpack_call(packet))
+    while True:
+        packet, fds, _, _ = socket.recv_fds(channel, PACKET_BYTES_MAX, 1)
+        if not packet:
+            break
+        lanes.take(unpack_call(packet), fds[0] if fds else None)
     os._exit(0)  # a thread of the library may hang: nothing is waited for
 
 
@@ -139,24 +145,27 @@ class _Lanes:
         self._library = library
         self._channel = channel
         self._memory = memory
-        self._base = 0 if memory is None else ctypes.addressof(memory)
-        self._queues: dict[Lane, queue.SimpleQueue[Call]] = {lane: queue.SimpleQueue() for lane in Lane}
+        self._bases = {TRANSFER: 0 if memory is None else ctypes.addressof(memory)}
+        self._rings: dict[int, Mapping] = {}
+        self._queues: dict[Lane, queue.SimpleQueue[tuple[Call, int | None]]] = {
+            lane: queue.SimpleQueue() for lane in Lane
+        }
         for lane in Lane:
             threading.Thread(target=self._work, args=(lane,), name=f"remote-{lane.value}", daemon=True).start()
 
-    def take(self, call: Call) -> None:
-        """Carry this out, after those of its lane that came before."""
-        self._queues[call.lane].put(call)
+    def take(self, call: Call, fd: int | None = None) -> None:
+        """Carry this out, after those of its lane that came before. `fd`: of a ring, to be closed."""
+        self._queues[call.lane].put((call, fd))
 
     def _work(self, lane: Lane) -> None:
-        if lane is not Lane.LOOK:
+        if lane in {Lane.LOAD, Lane.STORE}:
             # The library waits for a transfer's end in a loop without a pause, on this thread: a whole core. Whoever
             # has work for that core, the library's own threads first of all, goes before it.
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WAITS_NICE)
         while True:
-            call = self._queues[lane].get()
+            call, fd = self._queues[lane].get()
             try:
-                codes = self._carry_out(call)
+                codes = self._carry_out(call) if call.lane is not Lane.MAP else [self._map(call, fd)]
             except Exception as error:  # noqa: BLE001  whatever the library raises: these keys have failed
                 print(f"the library raised {error!r}", file=sys.stderr, flush=True)
                 codes = [OURS] * len(call.keys)
@@ -166,10 +175,27 @@ class _Lanes:
         keys = list(call.keys)
         if call.lane is Lane.LOOK:
             return self._library.batch_remove(keys) if call.remove else self._library.batch_is_exist(keys)
-        addresses = [self._base + offset for offset in call.offsets]
+        memories = call.memories or [TRANSFER] * len(keys)
+        addresses = [self._bases[one] + offset for one, offset in zip(memories, call.offsets, strict=True)]
         if call.lane is Lane.LOAD:
             return self._library.batch_get_into(keys, addresses, list(call.sizes))
         return self._library.batch_put_from(keys, addresses, list(call.sizes))
+
+    def _map(self, call: Call, fd: int | None) -> int:
+        """Map a ring and register it, once; or forget one, which no call that is under way is about. 0, or a code."""
+        (number,), (size,) = call.offsets, call.sizes
+        if fd is None:
+            ring = self._rings.pop(number, None)
+            self._bases.pop(number, None)
+            return 0 if ring is None else self._library.unregister_buffer(ring.address)
+        try:
+            ring = Mapping(fd, size)
+        finally:
+            os.close(fd)
+        code = self._library.register_buffer(ring.address, size)
+        if not code:
+            self._rings[number], self._bases[number] = ring, ring.address
+        return code
 
 
 def _say(channel: socket.socket, message: FromChild) -> None:

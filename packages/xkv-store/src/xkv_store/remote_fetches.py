@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from .card import PutPlan, PutRefusal
 from .errors import CorruptObject, MediumError
 from .remote_format import header_of, prove_received, remote_key
-from .remote_pace import Pace
+from .remote_pace import Expected, Pace
 from .remote_words import NOT_FOUND, Lane, code_text
 from .wire_remote import SoughtStatus
 
@@ -66,7 +66,7 @@ class RemoteFetches:
         self._work = work
         self._note = note
         self._pace = Pace(call_ns=LOAD_NS)
-        self._came_bytes: dict[int, int] = {}  # the most of an object of so many fragments, in the last call with such
+        self._expected = Expected(card.geometry.slot_bytes)
         self._fetches: dict[bytes, _Fetch] = {}
         self._queue: deque[_Fetch] = deque()
         self._refused: list[tuple[_Fetch, SlotHeader]] = []  # by the card, for want of slots
@@ -118,7 +118,7 @@ class RemoteFetches:
         total = 0
         while self._queue and len(taken) < TOGETHER_MAX:
             fragments = self._queue[0].fragments
-            total += self._came_bytes.get(fragments, fragments * self._card.geometry.slot_bytes)
+            total += self._expected.of(fragments)
             if taken and total > self._pace.bytes:
                 break
             place = self._memory.take(fragments, is_store=False)
@@ -139,12 +139,11 @@ class RemoteFetches:
 
     def _came(self, taken: Sequence[_Fetch], begun_ns: int, codes: Sequence[int] | None) -> None:
         if codes is None:
-            self._came_bytes.clear()
+            self._expected.forget()
             self._pace.failed(time.monotonic_ns())
         else:
             self._pace.ended(sum(code for code in codes if code > 0), begun_ns, time.monotonic_ns())
-            came = [(code, fetch.fragments) for fetch, code in zip(taken, codes, strict=True) if code > 0]
-            self._came_bytes.update({fragments: code for code, fragments in sorted(came)})
+            self._expected.came((fetch.fragments, code) for fetch, code in zip(taken, codes, strict=True))
         for fetch, code in zip(taken, codes or [-1] * len(taken), strict=True):
             if 0 < code <= fetch.fragments * self._card.geometry.slot_bytes:
                 self._take_in(fetch, code)

@@ -40,9 +40,10 @@ log = logging.getLogger(__name__)
 
 NS: Final = 1_000_000_000
 SET_UP_NS_MAX: Final = 20 * NS  # import, the way to the master, memory registered: half a second where all is well
-CALL_NS_MAX: Final = {Lane.LOOK: 1 * NS, Lane.LOAD: 3 * NS, Lane.STORE: 10 * NS}
-"""Once it is a call's turn: a lookup waits for the first two (2 s in all), for stores nobody does."""
-CALLS_MAX: Final = {Lane.LOOK: 8, Lane.LOAD: 2, Lane.STORE: 2}
+CALL_NS_MAX: Final = {Lane.LOOK: 1 * NS, Lane.LOAD: 3 * NS, Lane.STORE: 10 * NS, Lane.MAP: 30 * NS}
+"""Once it is a call's turn: a lookup waits for the first two (2 s in all), for stores nobody does. RDMA pins what is
+mapped, which is copied to and from until then."""
+CALLS_MAX: Final = {Lane.LOOK: 8, Lane.LOAD: 2, Lane.STORE: 2, Lane.MAP: 8}
 """Outstanding: one runs, the next is there when it ends."""
 RESTART_NS_MIN: Final = NS // 2
 RESTART_NS_MAX: Final = 10 * NS  # what was away is found again within that
@@ -85,6 +86,8 @@ class Process:
         self.state = LinkState.DOWN
         self.reason = "not started yet"
         self.host = ""
+        self.life = 0
+        """Grows with each process: what an earlier one was told, a later one does not know."""
         self.counters: Counter[str] = Counter()
 
     def fileno(self) -> int:
@@ -100,7 +103,7 @@ class Process:
         """Whether another call of this lane may be made now."""
         return self.is_up and len(self._lanes[lane]) < CALLS_MAX[lane]
 
-    def call(self, lane: Lane, keys: Sequence[str], on_codes: OnCodes, **more: object) -> None:
+    def call(self, lane: Lane, keys: Sequence[str], on_codes: OnCodes, fds: Sequence[int] = (), **more: object) -> None:
         """Call the library; `has_room` comes first. `on_codes` hears the codes, or None, in `poll` or `close`."""
         assert self._channel is not None
         self._numbers += 1
@@ -109,7 +112,10 @@ class Process:
             self._since_ns[lane] = time.monotonic_ns()
         self._lanes[lane].append(_Flight(call, on_codes))
         try:
-            self._channel.send(pack(call))
+            if fds:
+                socket.send_fds(self._channel, [pack(call)], fds)
+            else:
+                self._channel.send(pack(call))
         except OSError as error:
             self._end(f"it does not take calls ({error.strerror})")
 
@@ -170,6 +176,7 @@ class Process:
         self._channel = ours
         self._epoll.register(ours, select.EPOLLIN)
         self.state = LinkState.STARTING
+        self.life += 1
         self._until_ns = now_ns + SET_UP_NS_MAX
         self.counters["remote_starts"] += 1
 

@@ -14,11 +14,16 @@ CALL_OBJECTS_MAX: Final = 512
 """Of one call: its packet stays below the default socket buffer."""
 PACKET_BYTES_MAX: Final = 65_536
 
+TRANSFER: Final = 0
+"""The gateway's transfer memory, among the memories of a call; engines' rings have other numbers."""
+
 NOT_FOUND: Final = -704
 """The library's word for a key that the pool does not have."""
+TOO_LARGE: Final = -600
+"""The library's word for an object that is larger than what it was to come into."""
 _CODES: Final = {
     -200: "the pool has no room",
-    -600: "the object is larger than was expected",
+    TOO_LARGE: "the object is larger than was expected",
     NOT_FOUND: "not found",
     -706: "in use",
     -800: "the transfer failed",
@@ -33,10 +38,15 @@ class Lane(str, Enum):
     LOOK = "look"  # existence, and removals
     LOAD = "load"
     STORE = "store"
+    MAP = "map"  # an engine's ring, to be reached from now on, or no more
 
 
 class Call(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
-    """Call the library for these keys. `offsets`, `sizes`: of each one's bytes in the shared memory; none to look."""
+    """Call the library for these keys. `offsets`, `sizes`: of each one's bytes in the shared memory; none to look.
+
+    `memories`: which memory that is for each, TRANSFER or a ring's number; all TRANSFER where it is empty. To map
+    there is one of each, no key that the library sees, and the ring's descriptor beside the packet; with `remove` none.
+    """
 
     number: int
     lane: Lane
@@ -44,6 +54,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
     offsets: tuple[int, ...] = ()
     sizes: tuple[int, ...] = ()
     remove: bool = False
+    memories: tuple[int, ...] = ()
 
 
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):

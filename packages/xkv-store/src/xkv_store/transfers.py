@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 from .card import PutRefusal
-from .errors import CorruptObject, MediumError, SpoiltSlots
+from .errors import CorruptObject, MediumError, RemoteAwayError, RemoteGoneError, SpoiltSlots
 from .fair_queue import FairQueue
 from .io_pool import IoPool, Job, WithdrawnError
 from .leases import Part
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from .key import ObjectKey
     from .leases import LeaseRegion, Placed
     from .put_jobs import Nearby
+    from .remote_alone import RemoteAlone
+    from .remote_puts import RemotePuts
+    from .remote_reads import RemoteReads
     from .ring import Ring
     from .session_actions import CancelGet, DropLease, StartGet, StartLease, StartPut
     from .slots import Slots
@@ -49,6 +52,13 @@ _REFUSED: Final = {
     # The same key is being put at this moment, by another session: as good as held, and proven by the table alone.
     PutRefusal.BUSY: StoreStatus.HELD,
     PutRefusal.INVALID: StoreStatus.INVALID,
+}
+
+
+_ENDED: Final = {
+    type(None): LoadStatus.OK,
+    WithdrawnError: LoadStatus.CANCELLED,
+    RemoteAwayError: LoadStatus.BUSY,
 }
 
 
@@ -93,8 +103,12 @@ class _Putting:
     def owner(self) -> str:
         return self.party.owner
 
+    @property
+    def ring(self) -> Ring:
+        return self.party.ring
+
     def memory(self) -> Slots:
-        return self.party.ring.views(self.slots)
+        return self.ring.views(self.slots)
 
 
 class _Asked(NamedTuple):
@@ -129,15 +143,25 @@ class Transfers:
         pool: IoPool,
         damaged: Callable[[GetPlan, str], None] = lambda _plan, _what: None,
         nearby: Nearby | None = None,
+        alone: RemoteAlone | None = None,
     ) -> None:
-        """`damaged` hears of each object that a get has found so, and which is off the card by then."""
+        """`damaged` hears of each object that a get has found so, and which is off the card by then.
+
+        `alone`: the remote, where the card is nothing else.
+        """
         self._card = card
         self._damaged = damaged
         self._unconfirmed: dict[int, _Putting] = {}  # by generation: written, its index entry not yet committed
         self._getting: dict[tuple[Party, int], set[_Getting]] = {}
-        self._puts = PutJobs(card, pool, self._written, nearby)
-        self._reads = Reads(card, pool, self._landed, nearby)
         self._intake: FairQueue[_Asked] = FairQueue()
+        self._puts: PutJobs | RemotePuts
+        self._reads: Reads | RemoteReads
+        if alone is None:
+            self._puts = PutJobs(card, pool, self._written, nearby)
+            self._reads = Reads(card, pool, self._landed, nearby)
+        else:
+            self._puts = alone.puts(pool, self._written)
+            self._reads = alone.reads(self._landed, lambda: len(self._intake) > 0)
         self._queued: Counter[tuple[Party, int]] = Counter()  # what of a get or lease is still in it
         self._cancelled: set[tuple[Party, int]] = set()  # of those
         self._sparse_log = SparseLog(log)
@@ -400,10 +424,11 @@ class Transfers:
         Any other error (no memory, a device that went away for a moment) says nothing about the object: it
         stays, the load fails, and the client's denial makes its next lookup a miss.
         """
-        if error is None:
-            return LoadStatus.OK
-        if isinstance(error, WithdrawnError):
-            return LoadStatus.CANCELLED
+        if (plain := _ENDED.get(type(error))) is not None:
+            return plain
+        if isinstance(error, RemoteGoneError):
+            self._card.drop(plan.key, plan.generation, "evicted")
+            return LoadStatus.MISS
         if isinstance(error, CorruptObject):
             self._card.drop(plan.key, plan.generation, "corrupt")
             self._sparse_log.warning("corrupt object: %s", error)

@@ -113,6 +113,9 @@ def _examine_card(subject: Subject, gateway: GatewayFacts, found: list[Finding])
     """What is looked at as the card's folder; None where nobody says which it is."""
     served = gateway.status
     place = Path(served["card"]) if served else subject.card
+    if served and not served["databases"]:
+        found.append(note("card", f"there is none but the remote: {served['card']}"))
+        return None
     if place is None:
         found.append(note("card", "not looked at: no gateway says which it is", "", "xkv doctor --card FOLDER"))
         return None

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 FRAGMENTS: Final = 3  # the last of them is not full
 RING_SLOTS: Final = 4 * FRAGMENTS
+STAGED_SLOTS: Final = 1  # not used: a gateway whose card is a remote alone takes no engine without
 ANSWER_S_MAX: Final = 10.0
 ATTACH_MS_MAX: Final = 5_000
 HEARTBEAT_MS_MAX: Final = 3_000
@@ -63,9 +64,9 @@ def gather_trip(
         role=Role.RANK,
         rank=0,
         world_size=1,
-        ring_bytes=RING_SLOTS * slot_bytes,
+        ring_bytes=(RING_SLOTS + STAGED_SLOTS) * slot_bytes,
         load_reserve_bytes=RING_SLOTS // 2 * slot_bytes,
-        staged_bytes=0,
+        staged_bytes=STAGED_SLOTS * slot_bytes,
         fragment_bytes=geometry.fragment_bytes,
         connect_timeout_ms=ATTACH_MS_MAX,
         heartbeat_timeout_ms=HEARTBEAT_MS_MAX,

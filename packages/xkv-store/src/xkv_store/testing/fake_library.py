@@ -64,6 +64,10 @@ class FakePool:
         """0, or a code."""
         return 0 if address and size else NO_MASTER
 
+    def unregister_buffer(self, address: int) -> int:
+        """0, or a code."""
+        return 0 if address else NO_MASTER
+
     def batch_is_exist(self, keys: list[str]) -> list[int]:
         """1, 0, or a code."""
         if not self._waits("look"):

@@ -48,6 +48,7 @@ class Peer:
         world_size: int = 1,
         ring_slots: int = 160,
         fragment_bytes: int | None = None,
+        staged_slots: int = 0,
         fds: Sequence[int] = (),
     ) -> None:
         """Say Hello; a quarter of the ring is for loads."""
@@ -60,17 +61,23 @@ class Peer:
             world_size=world_size,
             ring_bytes=ring_bytes,
             load_reserve_bytes=ring_bytes // 4,
-            staged_bytes=0,
+            staged_bytes=staged_slots * self.geometry.slot_bytes,
             fragment_bytes=self.geometry.fragment_bytes if fragment_bytes is None else fragment_bytes,
             pid=os.getpid(),
         )
         self.send(message, fds)
 
     def attach(
-        self, *, engine: str = "engine", rank: int = 0, world_size: int = 1, fds: Sequence[int] = ()
+        self,
+        *,
+        engine: str = "engine",
+        rank: int = 0,
+        world_size: int = 1,
+        staged_slots: int = 0,
+        fds: Sequence[int] = (),
     ) -> wire.Welcome:
         """Say Hello as a rank, and map the ring."""
-        self.hello(engine=engine, rank=rank, world_size=world_size, fds=fds)
+        self.hello(engine=engine, rank=rank, world_size=world_size, staged_slots=staged_slots, fds=fds)
         self.welcome = self.receive(wire.Welcome)
         self.ring = Ring.adopt(os.dup(self.fds[0]), slots=self.welcome.ring_slots, slot_bytes=self.welcome.slot_bytes)
         return self.welcome

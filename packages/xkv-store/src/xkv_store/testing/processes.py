@@ -70,18 +70,19 @@ class GatewayProcess:
     def __init__(
         self,
         *,
-        card: Path,
+        card: Path | None,
         socket_dir: Path,
         points: Path,
         options: Sequence[str],
         faults: Path | None = None,
         port: int = PORT,
     ) -> None:
+        """`card`: None for a card that is the remote alone."""
         self.points = points
         self._faults = faults
         points.mkdir(exist_ok=True)
-        words = ["gateway", "run", "--json", "--card", str(card), "--socket-dir", str(socket_dir)]
-        words += ["--port", str(port), *options]
+        words = ["gateway", "run", "--json", *(["--databases", "0"] if card is None else ["--card", str(card)])]
+        words += ["--socket-dir", str(socket_dir), "--port", str(port), *options]
         self._output, output = _PROCESSES.Pipe(duplex=False)
         self._process = _PROCESSES.Process(
             target=_run, args=(words, str(points), str(faults or ""), output, os.getpid())
