@@ -10,7 +10,7 @@ of its own; the library reads what the gateway has put, and the other way round.
 
 A gateway with a card and the remote, and one whose card is the remote alone ("alone"), which puts from the engine's
 ring and loads into it, are measured in the same rounds; a get of the latter also for what its gateway lists already
-("listed"), of which nothing is asked.
+("listed"), of which nothing is asked. The library gets what that one has put, too ("same"), in turn with it.
 
 As a measure of what this machine can do: the library's call once more, while a gateway without a remote puts as many
 bytes to a card of its own, each for itself ("beside"). Who fetches has to do both, too, and then to load it.
@@ -60,6 +60,7 @@ RING_BYTES: Final = 2 * OBJECTS * FRAGMENTS * GEOMETRY.slot_bytes
 WAIT_S_MAX: Final = 60.0
 POLL_S: Final = 0.002
 REST_S: Final = 0.3  # before each work: what the one before it has left to do is not timed with it
+SAME: Final = {"put": "library put", "get": "library same get"}  # what the remote alone is compared with
 SEGMENT_BYTES: Final = 1 << 30
 POOL_BYTES: Final = 2 * SEGMENT_BYTES
 NAMESPACE: Final = os.urandom(16)
@@ -67,7 +68,7 @@ ALONE_NAMESPACE: Final = os.urandom(16)
 HOST: Final = "127.0.0.1"
 NAMES: Final = (
     *("library put", "put", "alone put", "beside put"),
-    *("library get", "get", "alone get", "listed get", "beside get"),
+    *("library get", "get", "library same get", "alone get", "listed get", "beside get"),
 )
 
 
@@ -90,14 +91,13 @@ def main() -> int:
     rates = {name: OBJECTS * SENT / statistics.median(took) / 1e9 for name, took in seconds.items()}
     if not options.json:
         for name, rate in rates.items():
-            print(f"{name:12} {rate:6.2f} GB/s")
+            print(f"{name:16} {rate:6.2f} GB/s")
     value = {f"{name.replace(' ', '_')}_gb_s": round(rate, 3) for name, rate in rates.items()}
     for way in ("put", "get"):
         value[f"{way}_vs_library"] = round(rates[way] / rates[f"library {way}"], 3)
-        value[f"alone_{way}_vs_library"] = round(rates[f"alone {way}"] / rates[f"library {way}"], 3)
-        if way == "get":
-            value["listed_get_vs_library"] = round(rates["listed get"] / rates["library get"], 3)
+        value[f"alone_{way}_vs_library"] = round(rates[f"alone {way}"] / rates[SAME[way]], 3)
         value[f"{way}_vs_beside"] = round(rates[way] / rates[f"beside {way}"], 3)
+    value["listed_get_vs_library"] = round(rates["listed get"] / rates[SAME["get"]], 3)
     print(json.dumps(value), flush=True)
     return 0
 
@@ -166,6 +166,7 @@ class _Bench:
             "beside put": lambda: self._beside(lambda: self._library_put(third), keys),
             "library get": lambda: self._library_get(names),
             "get": lambda: self._get(self._scheduler, self._get_client, keys),
+            "library same get": lambda: self._library_get(names_alone),
             "alone get": lambda: self._get(self._alone_schedulers[1], self._alone_schedulers[1], of_alone),
             "listed get": lambda: self._load(self._alone_schedulers[0], of_alone),
             "beside get": lambda: self._beside(lambda: self._library_get(third), keys),
