@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from xkv_store import remote_format, remote_link, remote_puts, remote_reads, wire
+from xkv_store import remote_child, remote_format, remote_link, remote_puts, remote_reads, wire
 from xkv_store.attachment import Attachment
-from xkv_store.card import Card, CardOptions
+from xkv_store.card import Card, CardOptions, PutPlan
 from xkv_store.card_alone import CardAlone
 from xkv_store.card_options import NO_FOLDER
 from xkv_store.client import Client, PutObject
@@ -34,7 +35,8 @@ from xkv_store.key import ObjectKey
 from xkv_store.layout import parse_slot_header
 from xkv_store.remote_address import RemoteAddress
 from xkv_store.remote_format import remote_key
-from xkv_store.remote_words import Lane
+from xkv_store.remote_words import Call, Codes, Lane, unpack_answer
+from xkv_store.ring import RingUse
 from xkv_store.testing import fake_library
 from xkv_store.testing.peer import Peer
 from xkv_store.tool import Tool
@@ -299,6 +301,23 @@ def test_an_object_of_another_size_is_listed_as_it_is(serve: Callable[..., Serve
     wait_until(lambda: other.rank.get(len(short), key_of(1)) == (LoadStatus.OK, short))
 
 
+def test_each_rank_hears_how_long_what_it_shares_is(serve: Callable[..., Served]) -> None:
+    """What was sought is listed as whole fragments; whoever finds it in the ring hears what it was proved to be."""
+    one, other = serve(), serve()
+    one.put(1)
+    assert other.seek(1) == [SoughtStatus.FOUND]
+    ranks = [Peer(other.socket, geometry=GEOMETRY) for _ in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.attach(engine="two", rank=number, world_size=2, staged_slots=STAGED_SLOTS, ring_use=RingUse.LEASED)
+    for rank in ranks:
+        rank.send(wire.Lease(7, (wire.LeaseObject(key_of(1), 0, FRAGMENTS),)))
+        (answer,) = rank.receive(wire.Leased).objects
+        assert (answer.status, answer.length) == (LoadStatus.OK, LENGTH)
+    assert other.counted("leases_found") == 1
+    for rank in ranks:
+        rank.close()
+
+
 @pytest.mark.parametrize("lane", [Lane.LOAD, Lane.STORE])
 def test_slots_of_a_call_that_hangs_are_its_own_until_its_process_is_dead(
     serve: Callable[..., Served], pool: Path, monkeypatch: pytest.MonkeyPatch, lane: Lane
@@ -544,6 +563,32 @@ def test_an_embedded_card_may_be_the_remote_alone(tmp_path: Path, pool: Path) ->
         assert (trip.error, trip.stored, trip.loaded, trip.equal) == ("", StoreStatus.CONFIRMED, LoadStatus.OK, True)
     wait_until(lambda: not socket.exists())
     assert {path.name for path in (tmp_path / "card").iterdir()} == {"gateway.log", "lock", "starter.lock"}
+
+
+def test_generations_go_on_in_the_next_life() -> None:
+    """An engine lives on, and believes nothing of a chunk up to the generation that was denied it."""
+    generations = []
+    for _ in range(2):
+        card = CardAlone.open(CardOptions(folder=NO_FOLDER, databases=0, slot_bytes=SLOT_BYTES))
+        first = card.begin_put(ObjectKey.decode(key_of(1)), LENGTH, 1, 1, False, time.monotonic_ns())
+        assert isinstance(first, PutPlan)
+        generations.append(first.generation)
+        card.finish_put(first, None)
+        card.close()
+    assert generations[0] < generations[1]
+
+
+def test_a_ring_whose_descriptor_was_lost_on_its_way_is_not_there(pool: Path) -> None:
+    """Where the process has no descriptor left, the kernel drops it. That is no word that the ring can be reached."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        lanes = remote_child._Lanes(fake_library.FakePool(str(pool)), theirs, None)
+        lanes.take(Call(1, Lane.MAP, ("ring",), offsets=(1,), sizes=(SLOT_BYTES,)))
+        answer = unpack_answer(ours.recv(1024))
+        assert isinstance(answer, Codes)
+        assert answer.codes != (0,)
+        lanes.take(Call(2, Lane.MAP, ("ring",), offsets=(1,), sizes=(0,), remove=True))
+        assert unpack_answer(ours.recv(1024)) == Codes(2, (0,))
 
 
 def test_a_folder_with_a_card_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -184,10 +184,12 @@ class _Lanes:
     def _map(self, call: Call, fd: int | None) -> int:
         """Map a ring and register it, once; or forget one, which no call that is under way is about. 0, or a code."""
         (number,), (size,) = call.offsets, call.sizes
-        if fd is None:
+        if call.remove:
             ring = self._rings.pop(number, None)
             self._bases.pop(number, None)
             return 0 if ring is None else self._library.unregister_buffer(ring.address)
+        if fd is None:  # the kernel drops it where this process has no descriptor left
+            return OURS
         try:
             ring = Mapping(fd, size)
         finally:

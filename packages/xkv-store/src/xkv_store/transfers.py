@@ -344,7 +344,7 @@ class Transfers:
         coming = self._reads.landing_of(placed)
         if coming is None:
             self.counters["leases_found"] += 1
-            self._answer_lease(party, (lease, task.index), LoadStatus.OK, plan, placed)
+            self._answer_lease(party, (lease, task.index), LoadStatus.OK, placed.as_it_came(plan), placed)
         else:
             self.counters["leases_joined"] += 1
             self._wait(party, lease, task.index, plan, coming)
