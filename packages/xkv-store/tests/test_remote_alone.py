@@ -301,6 +301,28 @@ def test_an_object_of_another_size_is_listed_as_it_is(serve: Callable[..., Serve
     wait_until(lambda: other.rank.get(len(short), key_of(1)) == (LoadStatus.OK, short))
 
 
+def test_what_replaces_an_object_is_what_the_remote_has_then(serve: Callable[..., Served]) -> None:
+    """The library lets what is there stay, and says that all is well: a put of another object was confirmed by that."""
+    one, other = serve(), serve()
+    short = content_of(1, LENGTH - 2 * GEOMETRY.fragment_bytes)
+    assert one.rank.put(short, key_of(1)) is StoreStatus.CONFIRMED
+    assert other.seek(1) == [SoughtStatus.FOUND]
+    assert other.rank.get(LENGTH, key_of(1))[0] is LoadStatus.MISS
+    assert other.rank.put(content_of(1), key_of(1), replace=True) is StoreStatus.CONFIRMED
+    assert other.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+
+
+def test_what_cannot_be_removed_is_not_replaced(serve: Callable[..., Served], pool: Path) -> None:
+    """The library refuses to remove what somebody reads just now."""
+    served = serve()
+    served.put(1)
+    with asked_for(pool, "in-use"):
+        assert served.rank.put(content_of(2), key_of(1), replace=True) is StoreStatus.FAILED
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+    assert served.rank.put(content_of(2), key_of(1), replace=True) is StoreStatus.CONFIRMED
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(2))
+
+
 def test_each_rank_hears_how_long_what_it_shares_is(serve: Callable[..., Served]) -> None:
     """What was sought is listed as whole fragments; whoever finds it in the ring hears what it was proved to be."""
     one, other = serve(), serve()

@@ -98,6 +98,7 @@ class _Putting:
     index: int
     slots: tuple[int, ...]
     plan: PutPlan
+    replace: bool
 
     @property
     def owner(self) -> str:
@@ -261,9 +262,8 @@ class Transfers:
         plan = self._card.begin_put(task.key, item.length, item.family, item.position, item.replace, now_ns)
         if isinstance(plan, PutRefusal):
             return _REFUSED[plan]
-        putting = _Putting(party, put, task.index, item.slots, plan)
         reached("put.received")
-        self._puts.add(putting)
+        self._puts.add(_Putting(party, put, task.index, item.slots, plan, item.replace))
         return None
 
     def _written(self, putting: _Putting, error: Exception | None) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 
 NOT_FOUND: Final = -704
 NO_ROOM: Final = -200
+IN_USE: Final = -706
 NO_MASTER: Final = -900
 HANG_S: Final = 0.02
 
@@ -36,7 +37,8 @@ def make(folder: Path) -> Path:
 class FakePool:
     """The calls that are used.
 
-    A file `hang-look` (load, store) makes these calls wait; `down`: there is no master; `full`: no room.
+    A file `hang-look` (load, store) makes these calls wait; `down`: there is no master; `full`: no room;
+    `in-use`: nothing is removed.
     """
 
     def __init__(self, folder: str) -> None:
@@ -102,6 +104,8 @@ class FakePool:
 
     def batch_remove(self, keys: list[str]) -> list[int]:
         """0, or a code."""
+        if (self._folder / "in-use").exists():
+            return [IN_USE] * len(keys)
         for key in keys:
             (self._folder / key).unlink(missing_ok=True)
         return [0] * len(keys)
