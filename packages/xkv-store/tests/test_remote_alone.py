@@ -35,6 +35,7 @@ from xkv_store.key import ObjectKey
 from xkv_store.layout import parse_slot_header
 from xkv_store.remote_address import RemoteAddress
 from xkv_store.remote_format import remote_key
+from xkv_store.remote_rings import LOST_MAX
 from xkv_store.remote_words import Call, Codes, Lane, unpack_answer
 from xkv_store.ring import RingUse
 from xkv_store.testing import fake_library
@@ -611,6 +612,23 @@ def test_a_ring_whose_descriptor_was_lost_on_its_way_is_not_there(pool: Path) ->
         assert answer.codes != (0,)
         lanes.take(Call(2, Lane.MAP, ("ring",), offsets=(1,), sizes=(0,), remove=True))
         assert unpack_answer(ours.recv(1024)) == Codes(2, (0,))
+
+
+def test_a_ring_whose_mapping_ends_each_process_is_given_up(
+    serve: Callable[..., Served], pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pinning it takes longer than its bound, the process would be killed for it in each of its lives."""
+    monkeypatch.setitem(remote_link.CALL_NS_MAX, Lane.MAP, 200_000_000)
+    monkeypatch.setattr(remote_link, "RESTART_NS_MAX", 200_000_000)
+    (pool / "slow-rings").touch()
+    served = serve()
+    wait_until(lambda: served.counted("remote_late_map") == LOST_MAX)
+    wait_until(lambda: served.status()["remote"]["state"] == "up")
+    time.sleep(0.6)
+    assert served.counted("remote_late_map") == LOST_MAX
+    served.put(1)
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+    assert not served.is_direct()
 
 
 def test_a_folder_with_a_card_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -38,11 +38,12 @@ class FakePool:
     """The calls that are used.
 
     A file `hang-look` (load, store) makes these calls wait; `down`: there is no master; `full`: no room;
-    `in-use`: nothing is removed.
+    `in-use`: nothing is removed; `slow-rings`: all memory but the first takes a second to register.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
+        self._registered = 0
 
     def _waits(self, lane: str) -> bool:
         """Wait as long as asked; whether the master answers."""
@@ -64,6 +65,9 @@ class FakePool:
 
     def register_buffer(self, address: int, size: int) -> int:
         """0, or a code."""
+        if self._registered and (self._folder / "slow-rings").exists():
+            time.sleep(1.0)
+        self._registered += 1
         return 0 if address and size else NO_MASTER
 
     def unregister_buffer(self, address: int) -> int:
