@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -18,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from xkv_store import remote_format, remote_link, remote_puts, remote_reads, wire
+from xkv_store import remote_child, remote_format, remote_link, remote_puts, remote_reads, wire
 from xkv_store.attachment import Attachment
-from xkv_store.card import Card, CardOptions
+from xkv_store.card import Card, CardOptions, PutPlan
 from xkv_store.card_alone import CardAlone
 from xkv_store.card_options import NO_FOLDER
 from xkv_store.client import Client, PutObject
@@ -34,7 +35,9 @@ from xkv_store.key import ObjectKey
 from xkv_store.layout import parse_slot_header
 from xkv_store.remote_address import RemoteAddress
 from xkv_store.remote_format import remote_key
-from xkv_store.remote_words import Lane
+from xkv_store.remote_rings import LOST_MAX
+from xkv_store.remote_words import Call, Codes, Lane, unpack_answer
+from xkv_store.ring import RingUse
 from xkv_store.testing import fake_library
 from xkv_store.testing.peer import Peer
 from xkv_store.tool import Tool
@@ -299,6 +302,45 @@ def test_an_object_of_another_size_is_listed_as_it_is(serve: Callable[..., Serve
     wait_until(lambda: other.rank.get(len(short), key_of(1)) == (LoadStatus.OK, short))
 
 
+def test_what_replaces_an_object_is_what_the_remote_has_then(serve: Callable[..., Served]) -> None:
+    """The library lets what is there stay, and says that all is well: a put of another object was confirmed by that."""
+    one, other = serve(), serve()
+    short = content_of(1, LENGTH - 2 * GEOMETRY.fragment_bytes)
+    assert one.rank.put(short, key_of(1)) is StoreStatus.CONFIRMED
+    assert other.seek(1) == [SoughtStatus.FOUND]
+    assert other.rank.get(LENGTH, key_of(1))[0] is LoadStatus.MISS
+    assert other.rank.put(content_of(1), key_of(1), replace=True) is StoreStatus.CONFIRMED
+    assert other.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+
+
+def test_what_cannot_be_removed_is_not_replaced(serve: Callable[..., Served], pool: Path) -> None:
+    """The library refuses to remove what somebody reads just now."""
+    served = serve()
+    served.put(1)
+    with asked_for(pool, "in-use"):
+        assert served.rank.put(content_of(2), key_of(1), replace=True) is StoreStatus.FAILED
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+    assert served.rank.put(content_of(2), key_of(1), replace=True) is StoreStatus.CONFIRMED
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(2))
+
+
+def test_each_rank_hears_how_long_what_it_shares_is(serve: Callable[..., Served]) -> None:
+    """What was sought is listed as whole fragments; whoever finds it in the ring hears what it was proved to be."""
+    one, other = serve(), serve()
+    one.put(1)
+    assert other.seek(1) == [SoughtStatus.FOUND]
+    ranks = [Peer(other.socket, geometry=GEOMETRY) for _ in range(2)]
+    for number, rank in enumerate(ranks):
+        rank.attach(engine="two", rank=number, world_size=2, staged_slots=STAGED_SLOTS, ring_use=RingUse.LEASED)
+    for rank in ranks:
+        rank.send(wire.Lease(7, (wire.LeaseObject(key_of(1), 0, FRAGMENTS),)))
+        (answer,) = rank.receive(wire.Leased).objects
+        assert (answer.status, answer.length) == (LoadStatus.OK, LENGTH)
+    assert other.counted("leases_found") == 1
+    for rank in ranks:
+        rank.close()
+
+
 @pytest.mark.parametrize("lane", [Lane.LOAD, Lane.STORE])
 def test_slots_of_a_call_that_hangs_are_its_own_until_its_process_is_dead(
     serve: Callable[..., Served], pool: Path, monkeypatch: pytest.MonkeyPatch, lane: Lane
@@ -544,6 +586,49 @@ def test_an_embedded_card_may_be_the_remote_alone(tmp_path: Path, pool: Path) ->
         assert (trip.error, trip.stored, trip.loaded, trip.equal) == ("", StoreStatus.CONFIRMED, LoadStatus.OK, True)
     wait_until(lambda: not socket.exists())
     assert {path.name for path in (tmp_path / "card").iterdir()} == {"gateway.log", "lock", "starter.lock"}
+
+
+def test_generations_go_on_in_the_next_life() -> None:
+    """An engine lives on, and believes nothing of a chunk up to the generation that was denied it."""
+    generations = []
+    for _ in range(2):
+        card = CardAlone.open(CardOptions(folder=NO_FOLDER, databases=0, slot_bytes=SLOT_BYTES))
+        first = card.begin_put(ObjectKey.decode(key_of(1)), LENGTH, 1, 1, False, time.monotonic_ns())
+        assert isinstance(first, PutPlan)
+        generations.append(first.generation)
+        card.finish_put(first, None)
+        card.close()
+    assert generations[0] < generations[1]
+
+
+def test_a_ring_whose_descriptor_was_lost_on_its_way_is_not_there(pool: Path) -> None:
+    """Where the process has no descriptor left, the kernel drops it. That is no word that the ring can be reached."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        lanes = remote_child._Lanes(fake_library.FakePool(str(pool)), theirs, None)
+        lanes.take(Call(1, Lane.MAP, ("ring",), offsets=(1,), sizes=(SLOT_BYTES,)))
+        answer = unpack_answer(ours.recv(1024))
+        assert isinstance(answer, Codes)
+        assert answer.codes != (0,)
+        lanes.take(Call(2, Lane.MAP, ("ring",), offsets=(1,), sizes=(0,), remove=True))
+        assert unpack_answer(ours.recv(1024)) == Codes(2, (0,))
+
+
+def test_a_ring_whose_mapping_ends_each_process_is_given_up(
+    serve: Callable[..., Served], pool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where pinning it takes longer than its bound, the process would be killed for it in each of its lives."""
+    monkeypatch.setitem(remote_link.CALL_NS_MAX, Lane.MAP, 200_000_000)
+    monkeypatch.setattr(remote_link, "RESTART_NS_MAX", 200_000_000)
+    (pool / "slow-rings").touch()
+    served = serve()
+    wait_until(lambda: served.counted("remote_late_map") == LOST_MAX)
+    wait_until(lambda: served.status()["remote"]["state"] == "up")
+    time.sleep(0.6)
+    assert served.counted("remote_late_map") == LOST_MAX
+    served.put(1)
+    assert served.rank.get(LENGTH, key_of(1)) == (LoadStatus.OK, content_of(1))
+    assert not served.is_direct()
 
 
 def test_a_folder_with_a_card_is_not_taken_for_none(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -124,7 +125,9 @@ def _open(options: CardOptions, lock_fd: int) -> Opened:
             f"to {LISTED_SLOTS_MAX * geometry.slot_bytes} bytes, not {options.capacity_bytes}"
         )
     options.quotas.check(slots=slots, slot_bytes=geometry.slot_bytes, databases=1)
-    meta = Meta(uuid.uuid4().bytes, geometry.slot_bytes, 0, GENERATIONS_PER_CEILING, 1)
+    # Engines live on, and believe nothing of a chunk up to the generation that was denied them: not even of this life.
+    generation = time.time_ns() // 1000
+    meta = Meta(uuid.uuid4().bytes, geometry.slot_bytes, 0, generation + GENERATIONS_PER_CEILING, 1)
     none = np.zeros(0, np.uint64)
     return Opened(
         lock_fd=lock_fd,
@@ -133,7 +136,7 @@ def _open(options: CardOptions, lock_fd: int) -> Opened:
         databases=[],
         index=IndexInMemory.make(meta, slots=slots),
         loaded=Loaded(none, none, none, none, none, [np.zeros(slots, np.bool_)], {}, 0),
-        generation=0,
+        generation=generation,
         generation_ceiling=meta.generation_ceiling,
         boots=meta.boots,
         rebuilt=False,

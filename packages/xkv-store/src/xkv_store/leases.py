@@ -10,9 +10,12 @@ share of `ring.regions`: then there is always room, whatever others hold and how
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .ring import SlotRegion
+
+if TYPE_CHECKING:
+    from .plans import GetPlan
 
 
 class Part(NamedTuple):
@@ -25,11 +28,19 @@ class Part(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Placed:
-    """A part's place in the region. `needed_by`: how many have it, or wait for it."""
+    """A part's place in the region. `needed_by`: how many have it, or wait for it.
+
+    `length`: of its object as it came, where that is not what the card says.
+    """
 
     part: Part
     slots: tuple[int, ...]
     needed_by: int = 1
+    length: int = 0
+
+    def as_it_came(self, plan: GetPlan) -> GetPlan:
+        """The plan of whoever has found it here."""
+        return plan._replace(length=self.length) if self.length else plan
 
 
 class LeaseRegion:

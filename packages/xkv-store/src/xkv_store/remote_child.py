@@ -21,7 +21,19 @@ from typing import TYPE_CHECKING, Final, Protocol, cast
 from .huge_pages import Mapping
 from .memory_limit import has_room_for_ring
 from .remote_address import RemoteAddress
-from .remote_words import PACKET_BYTES_MAX, TRANSFER, Call, Codes, Failed, FromChild, Lane, Ready, pack, unpack_call
+from .remote_words import (
+    NOT_FOUND,
+    PACKET_BYTES_MAX,
+    TRANSFER,
+    Call,
+    Codes,
+    Failed,
+    FromChild,
+    Lane,
+    Ready,
+    pack,
+    unpack_call,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -179,15 +191,20 @@ class _Lanes:
         addresses = [self._bases[one] + offset for one, offset in zip(memories, call.offsets, strict=True)]
         if call.lane is Lane.LOAD:
             return self._library.batch_get_into(keys, addresses, list(call.sizes))
-        return self._library.batch_put_from(keys, addresses, list(call.sizes))
+        removed = self._library.batch_remove(keys) if call.remove else [0] * len(keys)
+        put = self._library.batch_put_from(keys, addresses, list(call.sizes))
+        # Of what could not be removed the library says that it is there, which is no word of what was to be put.
+        return [code if was in {0, NOT_FOUND} else was for code, was in zip(put, removed, strict=True)]
 
     def _map(self, call: Call, fd: int | None) -> int:
         """Map a ring and register it, once; or forget one, which no call that is under way is about. 0, or a code."""
         (number,), (size,) = call.offsets, call.sizes
-        if fd is None:
+        if call.remove:
             ring = self._rings.pop(number, None)
             self._bases.pop(number, None)
             return 0 if ring is None else self._library.unregister_buffer(ring.address)
+        if fd is None:  # the kernel drops it where this process has no descriptor left
+            return OURS
         try:
             ring = Mapping(fd, size)
         finally:

@@ -48,6 +48,10 @@ if TYPE_CHECKING:
         def slots(self) -> Sequence[int]:
             """The object's slots there."""
 
+        @property
+        def replace(self) -> bool:
+            """Whether it takes the place of what the remote has."""
+
     OnWritten = Callable[[Any, Exception | None], None]
 
 
@@ -179,6 +183,8 @@ class RemotePuts:
         while self._queue and len(taken) < TOGETHER_MAX:
             if taken and total + self._queue[0].remote_bytes > self._pace.bytes:
                 break
+            if taken and self._queue[0].put.replace is not taken[0].put.replace:
+                break
             one = self._pop()
             memory = TRANSFER if one.place is not None else self._rings.number_of(one.put.ring)
             if memory is None:  # the process that knew the ring has ended since
@@ -197,6 +203,7 @@ class RemotePuts:
                 memories=tuple(memories),
                 offsets=tuple(offsets),
                 sizes=tuple(one.remote_bytes for one in taken),
+                remove=taken[0].put.replace,
             )
 
     @property

@@ -264,6 +264,8 @@ class RemoteReads:
             self.counters["remote_fetch_bytes"] += one.length
             for waiting in one.landing.waiting:
                 waiting.plan = waiting.plan._replace(length=one.length)
+            if one.landing.placed is not None:
+                one.landing.placed.length = one.length
         elif isinstance(error, RemoteGoneError):
             self.counters["remote_fetches_absent"] += 1
             self._other(one.plan, one.length)

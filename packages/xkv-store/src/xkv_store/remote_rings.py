@@ -23,17 +23,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+LOST_MAX: Final = 3  # a ring that takes too long ends the process, and with it what others have there
 _NO_KEY: Final = ("ring",)  # a call has a key, and this one names nothing at the remote
 
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """`asked`, `there`: the life of the process in which it was told of the ring, and in which it has it; 0: none."""
+    """`asked`, `there`: the life of the process in which it was told of the ring, and in which it has it; 0: none.
+
+    `lost`: how many lives in a row have ended before it was there.
+    """
 
     ring: Ring
     number: int
     asked: int = 0
     there: int = 0
+    lost: int = 0
 
 
 class RemoteRings:
@@ -67,7 +72,7 @@ class RemoteRings:
                 self._link.call(Lane.MAP, _NO_KEY, _nobody, offsets=(known.number,), sizes=(0,), remove=True)
             del self._known[known.ring]
         for known in self._known.values():
-            if known.asked != self._link.life and self._link.has_room(Lane.MAP):
+            if known.asked != self._link.life and known.lost < LOST_MAX and self._link.has_room(Lane.MAP):
                 known.asked = self._link.life
                 size = known.ring.slots * known.ring.slot_bytes
                 told = partial(self._told, known, known.asked)
@@ -75,8 +80,12 @@ class RemoteRings:
 
     def _told(self, known: _Known, life: int, codes: Sequence[int] | None) -> None:
         if codes == (0,):
-            known.there = life
-        elif codes is not None:
+            known.there, known.lost = life, 0
+        elif codes is None:
+            known.lost += 1
+            if known.lost == LOST_MAX:
+                log.warning("a ring is not registered with the remote's library in time: its bytes are copied")
+        else:
             log.warning("a ring cannot be registered with the remote's library (code %d): its bytes are copied", *codes)
 
 

@@ -46,6 +46,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
 
     `memories`: which memory that is for each, TRANSFER or a ring's number; all TRANSFER where it is empty. To map
     there is one of each, no key that the library sees, and the ring's descriptor beside the packet; with `remove` none.
+    To store with `remove` is to replace what is there.
     """
 
     number: int

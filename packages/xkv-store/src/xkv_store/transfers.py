@@ -98,6 +98,7 @@ class _Putting:
     index: int
     slots: tuple[int, ...]
     plan: PutPlan
+    replace: bool
 
     @property
     def owner(self) -> str:
@@ -261,9 +262,8 @@ class Transfers:
         plan = self._card.begin_put(task.key, item.length, item.family, item.position, item.replace, now_ns)
         if isinstance(plan, PutRefusal):
             return _REFUSED[plan]
-        putting = _Putting(party, put, task.index, item.slots, plan)
         reached("put.received")
-        self._puts.add(putting)
+        self._puts.add(_Putting(party, put, task.index, item.slots, plan, item.replace))
         return None
 
     def _written(self, putting: _Putting, error: Exception | None) -> None:
@@ -344,7 +344,7 @@ class Transfers:
         coming = self._reads.landing_of(placed)
         if coming is None:
             self.counters["leases_found"] += 1
-            self._answer_lease(party, (lease, task.index), LoadStatus.OK, plan, placed)
+            self._answer_lease(party, (lease, task.index), LoadStatus.OK, placed.as_it_came(plan), placed)
         else:
             self.counters["leases_joined"] += 1
             self._wait(party, lease, task.index, plan, coming)

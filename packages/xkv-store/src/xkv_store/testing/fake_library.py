@@ -15,6 +15,7 @@ from typing import Final
 
 NOT_FOUND: Final = -704
 NO_ROOM: Final = -200
+IN_USE: Final = -706
 NO_MASTER: Final = -900
 HANG_S: Final = 0.02
 
@@ -36,11 +37,13 @@ def make(folder: Path) -> Path:
 class FakePool:
     """The calls that are used.
 
-    A file `hang-look` (load, store) makes these calls wait; `down`: there is no master; `full`: no room.
+    A file `hang-look` (load, store) makes these calls wait; `down`: there is no master; `full`: no room;
+    `in-use`: nothing is removed; `slow-rings`: all memory but the first takes a second to register.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
+        self._registered = 0
 
     def _waits(self, lane: str) -> bool:
         """Wait as long as asked; whether the master answers."""
@@ -62,6 +65,9 @@ class FakePool:
 
     def register_buffer(self, address: int, size: int) -> int:
         """0, or a code."""
+        if self._registered and (self._folder / "slow-rings").exists():
+            time.sleep(1.0)
+        self._registered += 1
         return 0 if address and size else NO_MASTER
 
     def unregister_buffer(self, address: int) -> int:
@@ -102,6 +108,8 @@ class FakePool:
 
     def batch_remove(self, keys: list[str]) -> list[int]:
         """0, or a code."""
+        if (self._folder / "in-use").exists():
+            return [IN_USE] * len(keys)
         for key in keys:
             (self._folder / key).unlink(missing_ok=True)
         return [0] * len(keys)

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from .. import sockets, wire  # noqa: TID252  a test helper inside the package
-from ..ring import Ring  # noqa: TID252
+from ..ring import Ring, RingUse  # noqa: TID252
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +49,7 @@ class Peer:
         ring_slots: int = 160,
         fragment_bytes: int | None = None,
         staged_slots: int = 0,
+        ring_use: RingUse = RingUse.OWN,
         fds: Sequence[int] = (),
     ) -> None:
         """Say Hello; a quarter of the ring is for loads."""
@@ -64,6 +65,7 @@ class Peer:
             staged_bytes=staged_slots * self.geometry.slot_bytes,
             fragment_bytes=self.geometry.fragment_bytes if fragment_bytes is None else fragment_bytes,
             pid=os.getpid(),
+            ring_use=ring_use,
         )
         self.send(message, fds)
 
@@ -74,10 +76,13 @@ class Peer:
         rank: int = 0,
         world_size: int = 1,
         staged_slots: int = 0,
+        ring_use: RingUse = RingUse.OWN,
         fds: Sequence[int] = (),
     ) -> wire.Welcome:
         """Say Hello as a rank, and map the ring."""
-        self.hello(engine=engine, rank=rank, world_size=world_size, staged_slots=staged_slots, fds=fds)
+        self.hello(
+            engine=engine, rank=rank, world_size=world_size, staged_slots=staged_slots, ring_use=ring_use, fds=fds
+        )
         self.welcome = self.receive(wire.Welcome)
         self.ring = Ring.adopt(os.dup(self.fds[0]), slots=self.welcome.ring_slots, slot_bytes=self.welcome.slot_bytes)
         return self.welcome
