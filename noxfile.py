@@ -300,15 +300,14 @@ def ranks(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """A full card under a flood of puts: -- --puts N --capacity MIB --grace-ms N [--canary FAULT] [--json].
 
-    Without arguments: its tests, among them that planted faults are found, and a run of 100,000 puts (53 GB, on two
-    cards of 10 GiB).
+    Without arguments: its tests, among them that planted faults are found, and a run of 100,000 puts.
     """
     with recorded(session, "soak") as result:
         result.arguments = list(session.posargs)
         python = dev(session)
         if not session.posargs:
             pytest(session, result, python, *must_be_there(session, result, SOAK_TESTS))
-        run = session.posargs or ("--puts=100000", "--slot-bytes=65536", "--capacity=10240")
+        run = session.posargs or ("--puts=100000",)
         check(session, result, python, "-m", "soak", *run, env={"PYTHONPATH": str(ROOT / "tests")})
 
 
