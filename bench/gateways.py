@@ -92,12 +92,7 @@ class BenchGateway:
 
     def await_memory(self) -> None:
         """Until databases in memory have all of theirs, as on a card that has been full."""
-        with closing(Tool(self.socket)) as tool:
-            for _ in range(MEMORY_POLLS_MAX):
-                if all(one["memory"] != "taking" for one in json.loads(tool.status())["databases"]):
-                    return
-                time.sleep(MEMORY_POLL_S)
-        raise TimeoutError("the memory of the card's databases does not come")
+        await_memory(self.socket)
 
     def cpu_s(self) -> float:
         """CPU seconds that the process has used, all threads."""
@@ -173,3 +168,13 @@ def running(folder: Path, *words: str) -> Iterator[BenchGateway]:
         yield gateway
     finally:
         gateway.kill()
+
+
+def await_memory(socket: Path) -> None:
+    """Until this gateway's databases in memory have all of theirs. TimeoutError."""
+    with closing(Tool(socket)) as tool:
+        for _ in range(MEMORY_POLLS_MAX):
+            if all(one["memory"] != "taking" for one in json.loads(tool.status())["databases"]):
+                return
+            time.sleep(MEMORY_POLL_S)
+    raise TimeoutError("the memory of the card's databases does not come")

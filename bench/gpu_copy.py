@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gateways import await_memory
 from gpu_ceilings import GB, JOB_BYTES, MIB, REPEATS, Figures, batches, ceilings, seconds_on_gpu
 from gpu_check import CASES, KERNELS, STAGING_BYTES, attached, check_mover, check_refusal, rank_context
 from xkv_offload.copy import Move, Mover, RingSlots, make_mover
@@ -45,7 +46,6 @@ from xkv_store.geometry import FRAGMENT_BYTES, SLOT_BYTES, Geometry
 from xkv_store.ring import Ring
 from xkv_store.sockets import socket_for_port
 from xkv_store.testing.processes import PORT
-from xkv_store.tool import Tool
 
 KV_BYTES = 3 << 30
 KERNEL_PAGES = {
@@ -234,9 +234,7 @@ def gateway_process(folder: Path, options: Sequence[str]) -> Iterator[None]:
     assert process.stdout is not None
     try:
         assert "ready" in json.loads(process.stdout.readline())
-        with closing(Tool(socket_for_port(folder / "sockets", PORT))) as tool:
-            while any(one["memory"] == "taking" for one in json.loads(tool.status())["databases"]):
-                time.sleep(0.1)
+        await_memory(socket_for_port(folder / "sockets", PORT))
         yield
     finally:
         process.terminate()

@@ -16,7 +16,6 @@
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
-#include <sys/vfs.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -323,14 +322,6 @@ EXPORTED int64_t xkv_copy(uint64_t skip, size_t count, const uint64_t *from, con
 }
 
 /* --- reading and writing ------------------------------------------------------------------------------------------ */
-
-#define TMPFS_TYPE 0x01021994    /* linux/magic.h */
-
-/* Whether the file lies in memory: reading it is a copy by this core, also where it was opened for O_DIRECT. */
-EXPORTED int xkv_in_memory(int fd) {
-    struct statfs found;
-    return fstatfs(fd, &found) == 0 && found.f_type == TMPFS_TYPE;
-}
 
 #define BUFFERS_MAX 1024         /* that the kernel takes in one call (UIO_MAXIOV) */
 #define CUT_SHORT 0xFFFF         /* no errno: a call moved less than it was asked for */

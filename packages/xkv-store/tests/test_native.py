@@ -237,20 +237,6 @@ def spoil(opened: Database, plan: GetPlan, change: Callable[[bytearray], None]) 
         file.write(slot)
 
 
-def test_a_file_in_memory_is_known(built: Path | None) -> None:
-    """There O_DIRECT is taken and means nothing."""
-    if built is None:
-        return
-    found = native.Native(built)
-    pipe = os.pipe()
-    memory = os.memfd_create("in-memory")
-    assert found.in_memory(memory)
-    assert not found.in_memory(pipe[0])
-    assert not found.in_memory(-1)
-    for fd in (*pipe, memory):
-        os.close(fd)
-
-
 @pytest.mark.parametrize("direct", [True, False], ids=["in large parts", "in small parts"])
 def test_each_way_reads_and_writes_the_same(opened: Database, plan: GetPlan, direct: bool) -> None:
     opened.direct = direct  # only how much is moved at a time: buffers are aligned

@@ -200,7 +200,7 @@ def test_what_changes_in_memory_is_loaded_from_the_card(serve: Callable[..., Ser
     assert other.seek(1, fetch=True) == [SoughtStatus.FOUND]
     assert other.gateway._loop is not None
     assert other.gateway._loop._remote is not None
-    memory = other.gateway._loop._remote._memory
+    memory = other.gateway._loop._remote._parts.memory
     (kept,) = memory._kept.values()
     memory.views(kept.place, 2)[1][5_000] ^= 1
     for _ in range(2):

@@ -35,7 +35,7 @@ class MemoryTaker:
         self._mapping = mapping
         self._unwanted = threading.Event()
         self._thread: threading.Thread | None = None
-        self._looked = 0
+        self._asked = 0
         self._is_taken = False
 
     @property
@@ -71,6 +71,6 @@ class MemoryTaker:
 
     def _must_stop(self) -> bool:
         """Asked for each piece: whether no other shall be in a huge page."""
-        self._looked += 1
-        is_full = self._looked % PIECES_PER_LOOK == 1 % PIECES_PER_LOOK and not groups_have_room()
+        is_full = self._asked % PIECES_PER_LOOK == 0 and not groups_have_room()
+        self._asked += 1
         return is_full or self._unwanted.is_set()

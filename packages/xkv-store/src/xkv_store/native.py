@@ -101,12 +101,6 @@ class Native:
         self._read.argtypes, self._write.argtypes = file, (*file, numbers, ctypes.c_int)
         for function in (self._copy, self._read, self._write):
             function.restype = ctypes.c_int64
-        self._in_memory = library.xkv_in_memory
-        self._in_memory.argtypes, self._in_memory.restype = (ctypes.c_int,), ctypes.c_int
-
-    def in_memory(self, fd: int) -> bool:
-        """Whether a file is on a tmpfs, where a read with O_DIRECT is a copy through the core's cache all the same."""
-        return bool(self._in_memory(fd))
 
     def checksums(self, buffers: Sequence[memoryview], skip: int, payload_bytes: Sequence[int]) -> list[int]:
         """See `payload_checksums`; what is too short for the library is 0."""

@@ -9,21 +9,15 @@ engine hits what lies proved in its ring (ADR 0007).
 
 from __future__ import annotations
 
-import logging
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .card import PutPlan, PutRefusal
-from .remote import status_of
 from .remote_asks import Answers, RemoteAsks
-from .remote_link import Process, check_library
-from .remote_memory import RemoteMemory
+from .remote_parts import RemoteParts
 from .remote_puts import RemotePuts
 from .remote_reads import RemoteReads
 from .remote_rings import RemoteRings
-from .remote_work import RemoteWork
-from .sparse_log import SparseLog
 from .wire_remote import SoughtObject, SoughtStatus
 
 if TYPE_CHECKING:
@@ -35,13 +29,13 @@ if TYPE_CHECKING:
     from .key import ObjectKey
     from .reads import Landing
     from .remote_address import RemoteAddress
+    from .remote_link import Process
+    from .remote_work import RemoteWork
     from .ring import Ring
     from .session_actions import StartSeek
 
     OnEnded = Callable[[Landing, GetPlan, Exception | None], None]
     OnWritten = Callable[[Any, Exception | None], None]
-
-log = logging.getLogger(__name__)
 
 
 class RemoteAlone:
@@ -56,16 +50,10 @@ class RemoteAlone:
 
     def __init__(self, card: CardAlone, address: RemoteAddress) -> None:
         """UserError where the library is not there. It does not wait for the master."""
-        check_library()
         self._card = card
-        self._address = address
-        self._memory = RemoteMemory(address.memory_bytes, card.geometry)
-        self._work = RemoteWork()
-        self._link = Process(address, self._memory)
-        self._holder = Process(address, None) if address.segment_bytes else None
-        self._rings = RemoteRings(self._link)
-        self._asks = RemoteAsks(self._link, card.geometry)
-        self._note = partial(SparseLog(log).warning, "%s: %s")
+        self._parts = RemoteParts(address, card.geometry)
+        self._rings = RemoteRings(self._parts.link)
+        self._asks = RemoteAsks(self._parts.link, card.geometry)
         self._puts: RemotePuts | None = None
         self._reads: RemoteReads | None = None
         self._listing: dict[int, tuple[Answers, int, int]] = {}  # by generation: what seeks wait for
@@ -77,10 +65,10 @@ class RemoteAlone:
             self._card,
             pool,
             self._unless_closed(written),
-            link=self._link,
+            link=self._parts.link,
             rings=self._rings,
-            memory=self._memory,
-            note=self._note,
+            memory=self._parts.memory,
+            note=self._parts.note,
         )
         return self._puts
 
@@ -89,11 +77,11 @@ class RemoteAlone:
         self._reads = RemoteReads(
             self._card,
             self._unless_closed(ended),
-            link=self._link,
+            link=self._parts.link,
             rings=self._rings,
-            memory=self._memory,
-            work=self._work,
-            note=self._note,
+            memory=self._parts.memory,
+            work=self._parts.work,
+            note=self._parts.note,
             other=self._list_again,
             more=more,
         )
@@ -110,8 +98,7 @@ class RemoteAlone:
     @property
     def files(self) -> tuple[Process | RemoteWork, ...]:
         """What to select on."""
-        processes = (self._link,) if self._holder is None else (self._link, self._holder)
-        return (*processes, self._work)
+        return self._parts.files
 
     @property
     def in_flight(self) -> int:
@@ -169,10 +156,7 @@ class RemoteAlone:
 
     def step(self, now_ns: int) -> None:
         """Take in what has come, go on with what can go on."""
-        for process in (self._link, self._holder):
-            if process is not None:
-                process.poll(now_ns)
-        self._work.poll()
+        self._parts.poll(now_ns)
         self._rings.step()
         self._asks.step()
         if self._puts is not None:
@@ -182,21 +166,16 @@ class RemoteAlone:
 
     def counters(self) -> dict[str, int]:
         """What has happened so far."""
-        parts = [part.counters for part in (self._asks, self._puts, self._reads, self._link) if part is not None]
+        parts = [part.counters for part in (self._asks, self._puts, self._reads, self._parts.link) if part is not None]
         return {name: value for counters in parts for name, value in counters.items()}
 
     def status(self) -> dict[str, Any]:
         """For people and metrics."""
-        said = status_of(self._address, self._link, self._holder, self._memory)
+        said = self._parts.status()
         fetching, storing = (0 if part is None else len(part) for part in (self._reads, self._puts))
         return said | {"fetching": fetching, "storing": storing, "rings": len(self._rings)}
 
     def close(self) -> bool:
         """End its processes and threads; False where a thread hangs."""
         self._closed = True
-        quiet = self._work.close()
-        for process in (self._link, self._holder):
-            if process is not None:
-                process.close()
-        self._memory.close()
-        return quiet
+        return self._parts.close()
